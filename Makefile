@@ -1,0 +1,40 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PY := $(if $(HEADRACE_VENV),$(HEADRACE_VENV),.venv)/bin
+export PYTHONPATH := $(CURDIR):$(CURDIR)/proto$(if $(PYTHONPATH),:$(PYTHONPATH))
+export RAY_AUTH_MODE ?= disabled
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+setup: $(PY)/headrace  ## the virtual environment, with torch for the CPU and everything that tests need
+
+$(PY)/headrace: pyproject.toml constraints.txt tools/setup.sh
+	bash tools/setup.sh $(PY)/..
+	@touch $@
+
+protocol: setup  ## regenerate the code of proto/headrace/v1
+	$(PY)/python tools/generate_protocol.py
+
+lint: setup  ## ruff, mypy, import-linter, generated code
+	$(PY)/ruff format --check .
+	$(PY)/ruff check .
+	$(PY)/python tools/generate_protocol.py --check
+	$(PY)/lint-imports
+	$(PY)/mypy
+
+unit: setup  ## unit tests
+	$(PY)/pytest tests/unit -q
+
+check: lint unit  ## what a commit must pass; about a minute
+
+test: check model  ## everything that needs no GPU
+	$(PY)/pytest tests -q --ignore=tests/unit -m "not gpu and not gpu2"
+
+model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint folder
+	$(PY)/headrace model fetch smollm2-135m-instruct --to models/smollm2-135m-instruct
+
+demo: setup model  ## one command: a real model through prefill and decode workers on this machine (KEEP=1 leaves it serving)
+	$(PY)/headrace demo $(if $(KEEP),--keep)
+
+.PHONY: help setup protocol lint unit check test model demo

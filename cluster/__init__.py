@@ -1,0 +1,1 @@
+"""The control plane: Ray deployment, controller, and the `headrace` command."""

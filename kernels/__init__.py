@@ -1,0 +1,1 @@
+"""One operation per file, each beside a torch reference that runs on a CPU."""

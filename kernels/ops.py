@@ -1,0 +1,76 @@
+"""The operations a model is made of, behind one Protocol: torch on a CPU, Triton on a CUDA device, chosen once.
+
+Shape suffixes: T tokens of the step (flattened over rows), R rows, D model width, H query heads, K KV heads,
+G = H / K, E head dimension, F feed-forward width, V vocabulary (of this rank), S block size, N blocks of the pool,
+L layers of this rank, P positions, B columns of the block table.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """How the T tokens of a step belong to R rows, and where each row's KV lies. All int32 on the device.
+
+    Rows 0 … num_decodes − 1 have exactly one token each. Padding rows (graphs) have context 0 and are left alone.
+    """
+
+    starts_R1: Tensor  # [R + 1] first token of each row; starts[R] = T
+    contexts_R: Tensor  # [R] tokens of the row after this step: cached and computed before, and this step's
+    block_tables_RB: Tensor  # [R, B] block numbers; columns beyond a row's context are never read
+    slots_T: Tensor  # [T] int64: block · S + offset where the token's K and V go; −1: nowhere (padding)
+    positions_T: Tensor  # [T] int64
+    num_decodes: int
+    max_query: int  # most tokens of any row
+    max_context: int  # largest context of any row
+
+
+class Ops(Protocol):
+    """Each function allocates and returns its output unless it says that it works in place."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / rms(x) · weight over the last axis, computed in float32, returned in x's dtype. Any leading shape."""
+        ...
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        ...
+
+    def rope_store(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        cos_sin_PE: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Rotates q and k by position (half-split pairing: dimension i with i + E/2; cos_sin_PE holds cos in its first
+        half and sin in its second, float32) and writes k and v into the pool at batch.slots_T. Returns rotated q.
+        `pool` is [N, K, L, 2, S, E] (workers.layout.SlabLayout), `layer` local to this rank."""
+        ...
+
+    def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of each row's tokens over its whole context, read from the pool (this step's K and V are in
+        it already). A row's token j (0-based of q tokens, context c) sees positions 0 … c − q + j. Returns [T, H, E]."""
+        ...
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        """silu(x[:, :F]) · x[:, F:]."""
+        ...
+
+
+def choose(device: torch.device) -> Ops:
+    """The implementation for a device; made once, at start-up."""
+    if device.type == "cuda":
+        from kernels.cuda import CudaOps
+
+        return CudaOps()
+    from kernels.reference import ReferenceOps
+
+    return ReferenceOps()

@@ -1,0 +1,1 @@
+"""Open-loop clients, trace replay and benchmarks."""

@@ -1,0 +1,1 @@
+"""The protocol: what every process of a Headrace cluster must agree on."""

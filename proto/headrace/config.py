@@ -1,0 +1,147 @@
+"""The one YAML file of a cluster, frozen and validated once at the edge.
+
+    model: models/smollm2-135m-instruct        # a local folder or a hub id
+    pools:
+      prefill: {role: prefill, replicas: 1}
+      decode:  {role: decode, replicas: 1, tp: 1, pp: 1}
+    router: {grpc_port: 50051, http_port: 8000}
+    redis: {url: null}                         # null: an embedded Valkey is started
+
+An unknown key or an impossible value raises ConfigError with the key, the value and what is allowed.
+"""
+
+import pathlib
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.errors import ConfigError
+from headrace.values import ParallelLayout, Role
+
+Port = int
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class PoolConfig(_Section):
+    """Workers of one kind. GPUs per replica = tp × pp, or none on CPU."""
+
+    role: Literal["prefill", "decode", "unified"]
+    replicas: int = Field(default=1, ge=0, le=4096)
+    tp: int = Field(default=1, ge=1, le=64)
+    pp: int = Field(default=1, ge=1, le=64)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(self.tp, self.pp)
+
+    @property
+    def worker_role(self) -> Role:
+        return Role(self.role)
+
+
+class EngineConfig(_Section):
+    """One worker's engine; the same for all pools."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    block_size: int = Field(default=32, ge=1, le=1024)
+    num_blocks: int | None = Field(default=None, ge=2, description="null: from kv_bytes, or what the device has left")
+    kv_bytes: int = Field(default=512 * 2**20, ge=2**16)
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    max_step_tokens: int = Field(default=512, ge=1, le=2**20)
+    max_context_tokens: int | None = Field(default=None, ge=1, description="null: the model's own")
+    max_waiting: int = Field(default=256, ge=1)
+    overlap: bool = True
+    torch_threads: int = Field(default=1, ge=1, le=256)
+    deterministic: bool = False
+
+
+class HandoffConfig(_Section):
+    """Times in seconds. A pin lives `pin_seconds` beyond the last sign of progress; a peer may be silent so long."""
+
+    pin_seconds: float = Field(default=10.0, gt=0, le=3600)
+    transfer_seconds: float = Field(default=10.0, gt=0, le=3600)
+    max_pinned_fraction: float = Field(default=0.5, gt=0, le=1)
+    claim_fraction: float = Field(default=0.9, gt=0, le=1)
+    local_prefill_max_tokens: int = Field(default=64, ge=0)
+
+
+class LimitsConfig(_Section):
+    max_queue: int = Field(default=1024, ge=1)
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    default_max_tokens: int = Field(default=512, ge=1)
+    request_seconds: float = Field(default=600.0, gt=0)
+
+
+class RouterConfig(_Section):
+    host: str = "127.0.0.1"
+    grpc_port: Port = Field(default=50051, ge=0, le=65535)
+    http_port: Port = Field(default=8000, ge=0, le=65535)
+    api_keys: tuple[str, ...] = Field(default=(), strict=False)
+    keep_alive_seconds: int = Field(default=120, ge=1)
+    coalesce_seconds: float = Field(default=0.05, ge=0, le=1)
+    heartbeat_seconds: float = Field(default=1.0, gt=0)
+    silent_seconds: float = Field(default=5.0, gt=0, description="a worker whose session is silent so long is out")
+
+
+class RedisConfig(_Section):
+    url: str | None = None
+    lease_seconds: float = Field(default=5.0, gt=0)
+    budget_seconds: float = Field(default=0.25, gt=0)
+
+
+class ClusterConfig(_Section):
+    """The whole file. `name` separates clusters that share a Redis."""
+
+    name: str = Field(default="headrace", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    model: str
+    served_model_name: str | None = None
+    pools: dict[str, PoolConfig] = Field(min_length=1)
+    engine: EngineConfig = EngineConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    router: RouterConfig = RouterConfig()
+    redis: RedisConfig = RedisConfig()
+    limits: LimitsConfig = LimitsConfig()
+    fault_hooks: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use: `served_model_name`, else the last part of `model`."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
+    """A cluster's configuration from YAML text; ConfigError names what is wrong in it."""
+    try:
+        data: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: must be a mapping of keys, got {type(data).__name__}")
+    try:
+        config = ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{source}: {key}: {first['msg']}, got {first.get('input')!r}", key=key, value=first.get("input")
+        ) from error
+    roles = {pool.role for pool in config.pools.values()}
+    if roles == {"prefill"}:
+        raise ConfigError.out_of_range(
+            f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
+        )
+    return config
+
+
+def load(path: pathlib.Path) -> ClusterConfig:
+    """parse() of a file; ConfigError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return parse(text, str(path))

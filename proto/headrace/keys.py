@@ -1,0 +1,200 @@
+"""Redis keys, the codec of index events, and the digest both sides keep (design 5.4).
+
+A worker's keys share its hash tag, so that they change in one transaction also on a cluster. A batch of events is one
+stream entry; `blocks` holds the set itself with the sequence number at which it stands.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+
+from headrace.blocks import ID_BYTES, BlockId
+
+STREAM_MAX_ENTRIES = 4096
+
+
+class Tier(IntEnum):
+    """Where a cached block lives; a lower one is nearer."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one cluster."""
+
+    cluster: str
+
+    def lease(self, worker: str) -> str:
+        return f"hr:{self.cluster}:{{{worker}}}:lease"
+
+    def events(self, worker: str) -> str:
+        return f"hr:{self.cluster}:{{{worker}}}:events"
+
+    def blocks(self, worker: str) -> str:
+        return f"hr:{self.cluster}:{{{worker}}}:blocks"
+
+    @property
+    def lease_pattern(self) -> str:
+        return f"hr:{self.cluster}:{{*}}:lease"
+
+    def worker_of_lease(self, key: str) -> str:
+        return key.removeprefix(f"hr:{self.cluster}:{{").removesuffix("}:lease")
+
+    def tenant(self, tenant: str) -> str:
+        return f"hr:{self.cluster}:tenant:{tenant}"
+
+    @property
+    def desired(self) -> str:
+        return f"hr:{self.cluster}:desired"
+
+    @property
+    def observed(self) -> str:
+        return f"hr:{self.cluster}:observed"
+
+
+class Digest:
+    """Count and XOR of H(id, tier) over a set of (id, tier): equal sets have equal digests, whatever the order.
+
+    Mutable, owned by whoever keeps the set. The owner adds only what was absent and removes only what was present.
+    """
+
+    __slots__ = ("count", "xor")
+
+    def __init__(self, count: int = 0, xor: int = 0) -> None:
+        self.count = count
+        self.xor = xor
+
+    def add(self, block: BlockId, tier: Tier) -> None:
+        self.count += 1
+        self.xor ^= _element(block, tier)
+
+    def remove(self, block: BlockId, tier: Tier) -> None:
+        self.count -= 1
+        self.xor ^= _element(block, tier)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Digest) and (self.count, self.xor) == (other.count, other.xor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Digest(count={self.count}, xor={self.xor:016x})"
+
+
+def _element(block: BlockId, tier: Tier) -> int:
+    return int.from_bytes(blake2b(block + bytes((tier,)), digest_size=8).digest(), "little")
+
+
+class EventKind(IntEnum):
+    STORED = 1
+    REMOVED = 2
+    CLEARED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change of a worker's set. CLEARED carries no blocks and empties all tiers."""
+
+    kind: EventKind
+    blocks: tuple[BlockId, ...] = ()
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What one stream entry holds: events number `sequence` of `generation`, and the digest of the set after them."""
+
+    generation: int
+    sequence: int
+    count: int
+    xor: int
+    events: tuple[Event, ...]
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self.count, self.xor)
+
+
+_HEAD = struct.Struct("<QQQQH")
+_EVENT = struct.Struct("<BBI")
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    parts = [_HEAD.pack(batch.generation, batch.sequence, batch.count, batch.xor, len(batch.events))]
+    for event in batch.events:
+        parts.append(_EVENT.pack(event.kind, event.tier, len(event.blocks)))
+        parts.extend(event.blocks)
+    return b"".join(parts)
+
+
+def decode_batch(raw: bytes) -> EventBatch:
+    """The inverse of encode_batch. ValueError on anything that encode_batch did not make."""
+    try:
+        generation, sequence, count, xor, num_events = _HEAD.unpack_from(raw)
+        at = _HEAD.size
+        events = []
+        for _ in range(num_events):
+            kind, tier, num_blocks = _EVENT.unpack_from(raw, at)
+            at += _EVENT.size
+            end = at + num_blocks * ID_BYTES
+            if end > len(raw):
+                raise ValueError(f"event batch is cut: {len(raw)} bytes, {end} expected")
+            events.append(Event(EventKind(kind), tuple(split_ids(raw[at:end])), Tier(tier)))
+            at = end
+    except struct.error as error:
+        raise ValueError(f"event batch is cut: {error}") from error
+    if at != len(raw):
+        raise ValueError(f"event batch has {len(raw) - at} bytes too many")
+    return EventBatch(generation, sequence, count, xor, tuple(events))
+
+
+def split_ids(raw: bytes) -> Iterator[BlockId]:
+    """Block ids that were joined without separators."""
+    return (BlockId(raw[at : at + ID_BYTES]) for at in range(0, len(raw), ID_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The set itself as it stood after event batch `sequence` of `generation`: (id, tier) pairs."""
+
+    generation: int
+    sequence: int
+    blocks: tuple[tuple[BlockId, Tier], ...]
+
+
+SNAPSHOT_META_FIELD = b"meta"
+
+
+def encode_meta(generation: int, sequence: int) -> bytes:
+    """The value of the `meta` field of the `blocks` hash; the other fields are block ids, their values a byte of tier."""
+    return struct.pack("<QQ", generation, sequence)
+
+
+def decode_meta(raw: bytes) -> tuple[int, int]:
+    """(generation, sequence) of a `blocks` hash."""
+    if len(raw) != 16:
+        raise ValueError(f"snapshot meta has {len(raw)} bytes, 16 expected")
+    generation, sequence = struct.unpack("<QQ", raw)
+    return generation, sequence
+
+
+def snapshot_fields(generation: int, sequence: int, blocks: Iterable[tuple[BlockId, Tier]]) -> dict[bytes, bytes]:
+    """The `blocks` hash as its fields."""
+    fields: dict[bytes, bytes] = {bytes(block): bytes((tier,)) for block, tier in blocks}
+    fields[SNAPSHOT_META_FIELD] = encode_meta(generation, sequence)
+    return fields
+
+
+def parse_snapshot(fields: dict[bytes, bytes]) -> Snapshot | None:
+    """The inverse of snapshot_fields; None when there is no snapshot."""
+    meta = fields.get(SNAPSHOT_META_FIELD)
+    if meta is None:
+        return None
+    generation, sequence = decode_meta(meta)
+    pairs = tuple((BlockId(key), Tier(value[0])) for key, value in fields.items() if key != SNAPSHOT_META_FIELD)
+    return Snapshot(generation, sequence, pairs)

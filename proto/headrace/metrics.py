@@ -1,0 +1,34 @@
+"""The names of all metrics and spans, so that dashboards, alerts and code cannot drift apart.
+
+Every name is defined once here and registered where it is measured. Labels are bounded: roles, worker ids, closed sets
+of reasons, and the served model's name; what a client chose never becomes a label.
+"""
+
+from typing import Final
+
+REQUESTS: Final = "headrace_requests_total"  # router; model, outcome
+TTFT: Final = "headrace_ttft_seconds"  # router
+TPOT: Final = "headrace_tpot_seconds"  # router
+ITL: Final = "headrace_itl_seconds"  # router
+E2E: Final = "headrace_e2e_seconds"  # router
+ROUTER_QUEUE: Final = "headrace_router_queue_seconds"  # router
+PLACEMENTS: Final = "headrace_placements_total"  # router; why
+SHED: Final = "headrace_shed_total"  # router; reason
+FALLBACKS: Final = "headrace_fallbacks_total"  # router; reason
+PREDICTED_CACHED_TOKENS: Final = "headrace_predicted_cached_tokens_total"  # router; worker
+ACTUAL_CACHED_TOKENS: Final = "headrace_actual_cached_tokens_total"  # router; worker
+INDEX_RESYNCS: Final = "headrace_index_resyncs_total"  # router; reason
+INDEX_BLOCKS: Final = "headrace_index_blocks"  # router; worker
+KV_BLOCKS: Final = "headrace_kv_blocks"  # worker; state
+STEPS: Final = "headrace_steps_total"  # worker
+STEP_SECONDS: Final = "headrace_step_seconds"  # worker; kind
+BATCH_SEQUENCES: Final = "headrace_batch_sequences"  # worker
+SCHEDULED_TOKENS: Final = "headrace_scheduled_tokens_total"  # worker; kind
+PREEMPTIONS: Final = "headrace_preemptions_total"  # worker
+HANDOFF_SECONDS: Final = "headrace_handoff_seconds"  # worker; side
+HANDOFF_BYTES: Final = "headrace_handoff_bytes_total"  # worker; side
+HANDOFF_FAILURES: Final = "headrace_handoff_failures_total"  # worker; reason
+PREFIX_HIT_TOKENS: Final = "headrace_prefix_hit_tokens_total"  # worker; tier
+PREFIX_QUERY_TOKENS: Final = "headrace_prefix_query_tokens_total"  # worker
+REDIS_BREAKER: Final = "headrace_redis_breaker_open"  # any; 1 while Redis is not waited for
+WORKERS_READY: Final = "headrace_workers_ready"  # router; role

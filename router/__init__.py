@@ -1,0 +1,1 @@
+"""The front door and placement. No torch, and no knowledge of engines."""

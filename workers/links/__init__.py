@@ -1,0 +1,1 @@
+"""Ways for a rank to read a peer's KV blocks; `base` is the contract."""

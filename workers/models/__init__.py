@@ -1,0 +1,1 @@
+"""Model families: one shared transformer, one file per family."""

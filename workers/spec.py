@@ -1,0 +1,32 @@
+"""What a worker is started with: one frozen value, the same for `python -m workers` and for a Ray actor."""
+
+from dataclasses import dataclass, field
+
+from headrace.config import EngineConfig, HandoffConfig
+from headrace.values import ParallelLayout, Role
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """`generation` grows with every start of the same worker id. `redis_url` None: the worker publishes nothing.
+
+    `host` is where the service binds and how peers reach it; port 0 takes any free one. `rendezvous_token` is the shared
+    secret by which the other ranks join rank 0.
+    """
+
+    worker_id: str
+    generation: int
+    role: Role
+    model_path: str
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    cluster: str = "headrace"
+    redis_url: str | None = None
+    redis_budget_seconds: float = 0.25
+    lease_seconds: float = 5.0
+    host: str = "127.0.0.1"
+    port: int = 0
+    node: str = ""
+    fault_hooks: bool = False
+    rendezvous_token: str = ""
