@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator
 
 import pytest
+
 from headrace.clock import ManualClock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
