@@ -1,0 +1,232 @@
+"""What must change so that the observed pools become the desired ones. Pure: takes `now`, returns actions.
+
+A worker is named by its slot, `<pool>-<index>`, and its generation grows with every start of that slot. A slot is given
+out again only when nothing of its last worker is left. Workers that serve are drained before they go; workers that are
+dead are removed at once and their slot starts again after a delay that doubles with every failure in a row.
+
+Missing data takes nothing away: while `Desired.trusted` is false (Redis had none, so it was rebuilt from the
+configuration), no worker is drained, none changes its role, and no pool is made smaller.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.values import ParallelLayout, Role
+
+START_SECONDS = 600.0
+STEADY_SECONDS = 60.0
+FIRST_DELAY_SECONDS = 0.5
+MAX_DELAY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredPool:
+    """How many workers of which kind."""
+
+    role: Role
+    replicas: int
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """All pools by name. `trusted`: read from Redis as somebody wrote it, not rebuilt from the configuration."""
+
+    pools: Mapping[str, DesiredPool]
+    trusted: bool = True
+
+
+class Phase(StrEnum):
+    """Where a worker is in its life. DRAINED and DEAD workers serve nothing and wait to be removed."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedWorker:
+    """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock."""
+
+    pool: str
+    index: int
+    generation: int
+    role: Role
+    layout: ParallelLayout
+    phase: Phase
+    since: float
+    reason: str = ""
+
+    @property
+    def worker_id(self) -> str:
+        return worker_id(self.pool, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is remembered of a slot: the last generation it had, and how often it failed in a row."""
+
+    generation: int = 0
+    failures: int = 0
+    failed_at: float = 0.0
+
+    def started(self, generation: int) -> "History":
+        return History(generation, self.failures, self.failed_at)
+
+    def failed(self, now: float, ready_seconds: float) -> "History":
+        """One more failure in a row, or the first one when the worker had served for STEADY_SECONDS."""
+        return History(self.generation, 1 if ready_seconds >= STEADY_SECONDS else self.failures + 1, now)
+
+    @property
+    def not_before(self) -> float:
+        """When the slot may start again."""
+        if not self.failures:
+            return float("-inf")
+        return self.failed_at + min(FIRST_DELAY_SECONDS * 2.0 ** min(self.failures - 1, 32), MAX_DELAY_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All workers that exist in any phase, and the history of every slot that ever had one (by worker id)."""
+
+    workers: Sequence[ObservedWorker]
+    history: Mapping[str, History] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pool: str
+    index: int
+    generation: int
+    role: Role
+    layout: ParallelLayout
+
+    @property
+    def worker_id(self) -> str:
+        return worker_id(self.pool, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """The worker keeps its weights and its cache, and serves the other role."""
+
+    worker_id: str
+    generation: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Refuse new work, finish what runs; the worker is DRAINED afterwards."""
+
+    worker_id: str
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """End all ranks, give their resources back, and forget the worker."""
+
+    worker_id: str
+    generation: int
+    why: str
+
+
+Action = Start | SetRole | Drain | Remove
+
+
+def worker_id(pool: str, index: int) -> str:
+    return f"{pool}-{index}"
+
+
+def reconcile(desired: Desired, observed: Observed, now: float) -> list[Action]:
+    """The actions that bring `observed` nearer to `desired`, removals first. None are needed when it returns none."""
+    actions: list[Action] = []
+    actions += _removals(observed.workers, now)
+    gone = {action.worker_id for action in actions if isinstance(action, Remove)}
+    for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
+        workers = [worker for worker in observed.workers if worker.pool == pool]
+        staying = [
+            worker
+            for worker in workers
+            if worker.phase in (Phase.STARTING, Phase.READY) and worker.worker_id not in gone
+        ]
+        target = desired.pools.get(pool)
+        if target is None:
+            if desired.trusted:
+                actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
+            continue
+        surplus = _surplus(staying, target) if desired.trusted else []
+        actions += [_leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
+        kept = [worker for worker in staying if worker not in surplus]
+        actions += _reshapes(kept, target, desired.trusted)
+        actions += _starts(pool, target, kept, workers, observed.history, now)
+    return actions
+
+
+def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
+    removals: list[Action] = []
+    for worker in workers:
+        match worker.phase:
+            case Phase.DEAD | Phase.DRAINED:
+                removals.append(Remove(worker.worker_id, worker.generation, worker.reason or worker.phase))
+            case Phase.STARTING if now - worker.since > START_SECONDS:
+                why = f"not ready {START_SECONDS:.0f} s after its start" + (worker.reason and f": {worker.reason}")
+                removals.append(Remove(worker.worker_id, worker.generation, why))
+            case _:
+                pass
+    return removals
+
+
+def _leave(worker: ObservedWorker, why: str) -> Action:
+    """A worker that serves is drained first; one that never was ready holds nothing."""
+    if worker.phase is Phase.STARTING:
+        return Remove(worker.worker_id, worker.generation, why)
+    return Drain(worker.worker_id, worker.generation, why)
+
+
+def _surplus(staying: list[ObservedWorker], target: DesiredPool) -> list[ObservedWorker]:
+    """Those beyond the wanted number: first who is not ready yet, then the highest index."""
+    order = sorted(staying, key=lambda worker: (worker.phase is Phase.READY, -worker.index))
+    return order[: max(len(staying) - target.replicas, 0)]
+
+
+def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) -> list[Action]:
+    """Roles flip in place. Another layout needs another worker: one at a time, while all others of the pool serve."""
+    actions: list[Action] = [
+        SetRole(worker.worker_id, worker.generation, target.role)
+        for worker in kept
+        if trusted and worker.role is not target.role and worker.phase is Phase.READY
+    ]
+    misfits = [worker for worker in kept if worker.layout != target.layout]
+    starting = [worker for worker in misfits if worker.phase is Phase.STARTING]
+    whole = len(kept) == target.replicas and all(worker.phase is Phase.READY for worker in kept)
+    if trusted and (starting or (misfits and whole)):
+        worker = max(starting or misfits, key=lambda worker: worker.index)
+        actions.append(_leave(worker, f"its pool is {target.layout} now, it is {worker.layout}"))
+    return actions
+
+
+def _starts(
+    pool: str,
+    target: DesiredPool,
+    kept: list[ObservedWorker],
+    workers: list[ObservedWorker],
+    history: Mapping[str, History],
+    now: float,
+) -> list[Action]:
+    """The lowest slots that nobody keeps, as many as are missing; a slot still held or in its delay is waited for."""
+    indices = {worker.index for worker in kept}
+    held = {worker.index for worker in workers}
+    missing = max(target.replicas - len(kept), 0)
+    free = [index for index in range(len(indices) + missing) if index not in indices][:missing]
+    starts: list[Action] = []
+    for index in free:
+        past = history.get(worker_id(pool, index), History())
+        if index not in held and now >= past.not_before:
+            starts.append(Start(pool, index, past.generation + 1, target.role, target.layout))
+    return starts
