@@ -6,12 +6,13 @@
       decode:  {role: decode, replicas: 1, tp: 1, pp: 1}
     router: {grpc_port: 50051, http_port: 8000}
     redis: {url: null}                         # null: an embedded Valkey is started
+    ray: {address: null}                       # null: a Ray of this machine alone is started
 
 An unknown key or an impossible value raises ConfigError with the key, the value and what is allowed.
 """
 
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -89,9 +90,23 @@ class RouterConfig(_Section):
 
 
 class RedisConfig(_Section):
+    """`embedded_port`: where the embedded Valkey listens when `url` is null; when it is taken, a free one is chosen."""
+
     url: str | None = None
+    embedded_port: Port = Field(default=16379, ge=0, le=65535)
     lease_seconds: float = Field(default=5.0, gt=0)
     budget_seconds: float = Field(default=0.25, gt=0)
+
+
+class RayConfig(_Section):
+    """Where ranks run. `rank_resources`: what Ray sets aside for each rank, such as {GPU: 1}, {CPU: 0.5} or a resource of
+    your own; null: one GPU on cuda, one CPU on cpu."""
+
+    address: str | None = Field(default=None, min_length=1)
+    rank_resources: dict[str, Annotated[float, Field(gt=0, le=4096, strict=False)]] | None = Field(
+        default=None, min_length=1
+    )
+    object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20, description="of a Ray that we start")
 
 
 class ClusterConfig(_Section):
@@ -100,11 +115,12 @@ class ClusterConfig(_Section):
     name: str = Field(default="headrace", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
     model: str
     served_model_name: str | None = None
-    pools: dict[str, PoolConfig] = Field(min_length=1)
+    pools: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")], PoolConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()
     handoff: HandoffConfig = HandoffConfig()
     router: RouterConfig = RouterConfig()
     redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
     limits: LimitsConfig = LimitsConfig()
     fault_hooks: bool = False
 

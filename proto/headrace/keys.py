@@ -49,6 +49,10 @@ class Keys:
         return f"hr:{self.cluster}:tenant:{tenant}"
 
     @property
+    def leader(self) -> str:
+        return f"hr:{self.cluster}:leader"
+
+    @property
     def desired(self) -> str:
         return f"hr:{self.cluster}:desired"
 

@@ -1,0 +1,151 @@
+"""The control plane's keys in Redis: who leads, what is desired, what is observed (design 5.4).
+
+`leader` is a lease on Redis time that only its holder renews. `desired` is written by whoever wants another cluster (an
+operator, the autoscaler), read by the leader, and rebuilt by it when it is lost. `observed` is written by the leader
+alone. Every call raises StoreUnavailable within the store's budget when Redis is away.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Phase
+from headrace.config import ClusterConfig
+from headrace.keys import Keys
+from headrace.store import Store
+from headrace.values import ParallelLayout, Role
+
+LEADER_SECONDS = 5.0
+
+# Takes the lease when it is free or ours already, in one step; 1 when we lead afterwards.
+_LEAD = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker in `observed`: what the controller knows of it. `in_phase_seconds` is a duration."""
+
+    worker_id: str
+    pool: str
+    generation: int
+    role: str
+    layout: str
+    phase: str
+    in_phase_seconds: float
+    address: str = ""
+    node: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedState:
+    """The whole of `observed`. `history` is what survives a controller: generations and failures by worker id."""
+
+    controller: str
+    workers: tuple[WorkerRecord, ...] = ()
+    desired: Mapping[str, int] | None = None
+    history: Mapping[str, tuple[int, int]] | None = None
+
+    def generations(self) -> dict[str, History]:
+        """The histories a new controller starts from; its clock is another one, so delays start over."""
+        return {worker: History(generation) for worker, (generation, _) in (self.history or {}).items()}
+
+
+class ControlState:
+    """One process's view of these keys, over its Store."""
+
+    def __init__(self, store: Store, cluster: str) -> None:
+        self._store = store
+        self._keys = Keys(cluster)
+
+    async def lead(self, token: str) -> bool:
+        """Takes or renews the leader's lease; whether `token` leads now."""
+        milliseconds = int(LEADER_SECONDS * 1000)
+        return bool(await self._store.call(lambda redis: redis.eval(_LEAD, 1, self._keys.leader, token, milliseconds)))
+
+    async def resign(self, token: str) -> None:
+        """Gives the lease back if it is ours, so that another controller need not wait for its end."""
+        await self._store.call(lambda redis: redis.eval(_RESIGN, 1, self._keys.leader, token))
+
+    async def desired(self) -> Desired | None:
+        """What is desired, or None when Redis has nothing (or nothing readable) under the key."""
+        raw = await self._store.call(lambda redis: redis.get(self._keys.desired))
+        return None if raw is None else decode_desired(raw)
+
+    async def write_desired(self, desired: Desired) -> None:
+        await self._store.call(lambda redis: redis.set(self._keys.desired, encode_desired(desired)))
+
+    async def observed(self) -> ObservedState | None:
+        raw = await self._store.call(lambda redis: redis.get(self._keys.observed))
+        return None if raw is None else decode_observed(raw)
+
+    async def write_observed(self, observed: ObservedState) -> None:
+        await self._store.call(lambda redis: redis.set(self._keys.observed, json.dumps(asdict(observed))))
+
+    async def forget(self) -> None:
+        """The cluster is no more: its desired and observed state go. Worker keys end with their leases."""
+        await self._store.call(lambda redis: redis.delete(self._keys.desired, self._keys.observed, self._keys.leader))
+
+
+def configured(config: ClusterConfig, *, trusted: bool) -> Desired:
+    """The desired state that the configuration asks for."""
+    pools = {name: DesiredPool(pool.worker_role, pool.replicas, pool.layout) for name, pool in config.pools.items()}
+    return Desired(pools, trusted)
+
+
+def rebuilt(config: ClusterConfig, workers: list[ObservedWorker]) -> Desired:
+    """The desired state when Redis lost it: the configuration, and no pool smaller than what serves now."""
+    pools: dict[str, DesiredPool] = {}
+    for name, pool in configured(config, trusted=False).pools.items():
+        serving = [
+            worker for worker in workers if worker.pool == name and worker.phase in (Phase.READY, Phase.STARTING)
+        ]
+        pools[name] = DesiredPool(pool.role, max(pool.replicas, len(serving)), pool.layout)
+    return Desired(pools, trusted=False)
+
+
+def encode_desired(desired: Desired) -> str:
+    return json.dumps(
+        {
+            name: {"role": pool.role.value, "replicas": pool.replicas, "tp": pool.layout.tp, "pp": pool.layout.pp}
+            for name, pool in desired.pools.items()
+        }
+    )
+
+
+def decode_desired(raw: bytes | str) -> Desired | None:
+    """None when it is not what encode_desired writes: unreadable counts as lost, and nothing is taken away for it."""
+    try:
+        data: dict[str, dict[str, Any]] = json.loads(raw)
+        pools = {
+            name: DesiredPool(
+                Role(pool["role"]), int(pool["replicas"]), ParallelLayout(int(pool["tp"]), int(pool["pp"]))
+            )
+            for name, pool in data.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if any(pool.replicas < 0 for pool in pools.values()):
+        return None
+    return Desired(pools)
+
+
+def decode_observed(raw: bytes | str) -> ObservedState | None:
+    """None when it is not what write_observed writes."""
+    try:
+        data: dict[str, Any] = json.loads(raw)
+        return ObservedState(
+            controller=data["controller"],
+            workers=tuple(WorkerRecord(**worker) for worker in data["workers"]),
+            desired=data["desired"],
+            history={worker: (int(g), int(f)) for worker, (g, f) in (data["history"] or {}).items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,93 @@
+"""What the control plane asks of one worker, over its Control service: a look inside, another role, a drain."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from headrace import wire
+from headrace.errors import WorkerLost
+from headrace.v1 import control_pb2, control_pb2_grpc
+from headrace.values import BlockCounts, Load, Role
+
+CALL_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """One peer, how its KV is reached, and why that way."""
+
+    worker_id: str
+    kind: str
+    state: str
+    reason: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's own words. `unhealthy_reason` is empty while it makes progress."""
+
+    worker_id: str
+    generation: int
+    role: str
+    model: str
+    blocks: BlockCounts
+    load: Load
+    draining: bool
+    num_steps: int
+    num_preemptions: int
+    num_handoffs_in: int
+    num_handoffs_out: int
+    unhealthy_reason: str = ""
+    links: tuple[LinkReport, ...] = field(default=())
+
+
+class WorkerClient:
+    """A channel to one worker. Every call raises WorkerLost when it is not answered in time."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address)
+        self._control = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> "WorkerClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def describe(self) -> WorkerReport:
+        pb = await self._call(self._control.Describe, control_pb2.DescribeRequest(), CALL_SECONDS)
+        return WorkerReport(
+            worker_id=pb.info.worker_id,
+            generation=pb.info.generation,
+            role=pb.info.role,
+            model=pb.info.compatibility.model,
+            blocks=wire.counts_from_pb(pb.blocks),
+            load=wire.load_from_pb(pb.load),
+            draining=pb.draining,
+            num_steps=pb.num_steps,
+            num_preemptions=pb.num_preemptions,
+            num_handoffs_in=pb.num_handoffs_in,
+            num_handoffs_out=pb.num_handoffs_out,
+            unhealthy_reason=pb.unhealthy_reason,
+            links=tuple(
+                LinkReport(link.worker_id, link.kind, link.state, link.reason, link.bytes) for link in pb.links
+            ),
+        )
+
+    async def set_role(self, role: Role) -> None:
+        await self._call(self._control.SetRole, control_pb2.SetRoleRequest(role=role.value), CALL_SECONDS)
+
+    async def drain(self, grace_seconds: float) -> int:
+        """Returns when nothing runs and nothing is pinned, or the grace is over: how many requests were cut."""
+        request = control_pb2.DrainRequest(grace_seconds=grace_seconds)
+        response = await self._call(self._control.Drain, request, grace_seconds + CALL_SECONDS)
+        return int(response.num_cut)
+
+    async def _call(self, method: Any, request: Any, seconds: float) -> Any:
+        try:
+            return await method(request, timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerLost(f"{self._address} did not answer: {error.code().name} {error.details()}") from error

@@ -1,0 +1,229 @@
+"""reconcile() in a small world that carries actions out, lets workers become ready, finish draining and die at will."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.reconcile import (
+    MAX_DELAY_SECONDS,
+    START_SECONDS,
+    STEADY_SECONDS,
+    Action,
+    Desired,
+    DesiredPool,
+    Drain,
+    History,
+    Observed,
+    ObservedWorker,
+    Phase,
+    Remove,
+    SetRole,
+    Start,
+    reconcile,
+)
+from headrace.values import ParallelLayout, Role
+
+ONE = ParallelLayout()
+TWO = ParallelLayout(tp=2)
+
+
+@dataclass
+class World:
+    """Workers by id, as a controller would keep them; time moves only when told."""
+
+    now: float = 0.0
+    workers: dict[str, ObservedWorker] = field(default_factory=dict)
+    history: dict[str, History] = field(default_factory=dict)
+
+    @property
+    def observed(self) -> Observed:
+        return Observed(list(self.workers.values()), dict(self.history))
+
+    def act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    assert action.worker_id not in self.workers, "two workers in one slot"
+                    past = self.history.get(action.worker_id, History())
+                    assert action.generation > past.generation, "a generation came back"
+                    assert self.now >= past.not_before, "started within its delay"
+                    self.history[action.worker_id] = past.started(action.generation)
+                    self.workers[action.worker_id] = ObservedWorker(
+                        action.pool,
+                        action.index,
+                        action.generation,
+                        action.role,
+                        action.layout,
+                        Phase.STARTING,
+                        self.now,
+                    )
+                case SetRole():
+                    self.workers[action.worker_id] = replace(self.workers[action.worker_id], role=action.role)
+                case Drain():
+                    assert self.workers[action.worker_id].phase is Phase.READY
+                    self.set_phase(action.worker_id, Phase.DRAINING)
+                case Remove():
+                    worker = self.workers.pop(action.worker_id)
+                    assert worker.generation == action.generation
+                    assert worker.phase not in (Phase.READY, Phase.DRAINING), "removed a worker that serves"
+                case _:
+                    assert_never(action)
+
+    def set_phase(self, worker_id: str, phase: Phase) -> None:
+        worker = self.workers[worker_id]
+        if phase is Phase.DEAD:
+            served = self.now - worker.since if worker.phase is Phase.READY else 0.0
+            self.history[worker_id] = self.history[worker_id].failed(self.now, served)
+        self.workers[worker_id] = replace(worker, phase=phase, since=self.now)
+
+    def progress(self) -> None:
+        """What starts becomes ready, what drains is drained."""
+        for worker in list(self.workers.values()):
+            if worker.phase is Phase.STARTING:
+                self.set_phase(worker.worker_id, Phase.READY)
+            elif worker.phase is Phase.DRAINING:
+                self.set_phase(worker.worker_id, Phase.DRAINED)
+
+    def settle(self, desired: Desired) -> int:
+        """Ticks until nothing is left to do, at most 64."""
+        for tick in range(64):
+            actions = reconcile(desired, self.observed, self.now)
+            if not actions and all(worker.phase is Phase.READY for worker in self.workers.values()):
+                waiting = [past.not_before for past in self.history.values() if past.not_before > self.now]
+                if not waiting:
+                    return tick
+            self.act(actions)
+            self.progress()
+            self.now += 1.0
+        raise AssertionError(f"never settled: {self.workers}")
+
+
+def pools(draw: st.DrawFn) -> dict[str, DesiredPool]:
+    names = draw(st.sets(st.sampled_from(["prefill", "decode", "spare"])))
+    return {
+        name: DesiredPool(
+            draw(st.sampled_from(Role)),
+            draw(st.integers(0, 4)),
+            draw(st.sampled_from([ONE, TWO, ParallelLayout(2, 2)])),
+        )
+        for name in sorted(names)
+    }
+
+
+desired_states = st.composite(lambda draw: Desired(pools(draw)))()
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """A world that was brought to some desired state, after which some workers died, drained or restarted."""
+    world = World()
+    world.settle(draw(desired_states))
+    for worker_id in sorted(world.workers):
+        phase = draw(st.sampled_from([Phase.READY, Phase.READY, Phase.DEAD, Phase.DRAINING, Phase.STARTING]))
+        if phase is not Phase.READY:
+            world.set_phase(worker_id, phase)
+    return world
+
+
+@given(world=worlds(), desired=desired_states)
+def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) -> None:
+    world.settle(desired)
+    for name, pool in desired.pools.items():
+        workers = [worker for worker in world.workers.values() if worker.pool == name]
+        assert len(workers) == pool.replicas
+        assert all(worker.role is pool.role and worker.layout == pool.layout for worker in workers)
+    assert all(worker.pool in desired.pools for worker in world.workers.values())
+    assert reconcile(desired, world.observed, world.now) == []
+
+
+@given(world=worlds(), desired=desired_states)
+def test_nothing_is_taken_away_on_missing_data(world: World, desired: Desired) -> None:
+    before = {worker.worker_id for worker in world.workers.values() if worker.phase in (Phase.READY, Phase.STARTING)}
+    world.settle(Desired(desired.pools, trusted=False))
+    assert before <= world.workers.keys()
+
+
+@given(world=worlds(), desired=desired_states)
+def test_a_pool_that_shrinks_or_keeps_its_size_never_serves_with_fewer_than_it_should(
+    world: World, desired: Desired
+) -> None:
+    for name, pool in desired.pools.items():
+        ready = [worker for worker in world.workers.values() if worker.pool == name and worker.phase is Phase.READY]
+        drained = [
+            action
+            for action in reconcile(desired, world.observed, world.now)
+            if isinstance(action, Drain) and world.workers[action.worker_id].pool == name
+        ]
+        reshaping = any(worker.layout != pool.layout for worker in ready)
+        assert len(ready) - len(drained) >= min(len(ready), pool.replicas) - (1 if reshaping else 0)
+
+
+def settled(**replicas: int) -> tuple[World, Desired]:
+    desired = Desired({name: DesiredPool(Role(name), count) for name, count in replicas.items()})
+    world = World()
+    world.settle(desired)
+    return world, desired
+
+
+def test_a_dead_worker_is_removed_and_its_slot_starts_with_the_next_generation() -> None:
+    world, desired = settled(prefill=1, decode=1)
+    world.set_phase("decode-0", Phase.DEAD)
+    assert reconcile(desired, world.observed, world.now) == [Remove("decode-0", 1, "dead")]
+    world.act(reconcile(desired, world.observed, world.now))
+    assert reconcile(desired, world.observed, world.now) == []
+    world.now += 0.5
+    assert reconcile(desired, world.observed, world.now) == [Start("decode", 0, 2, Role.DECODE, ONE)]
+
+
+def test_the_delay_doubles_up_to_its_limit_and_is_forgotten_after_steady_service() -> None:
+    history = History(generation=1)
+    delays = []
+    for _ in range(8):
+        history = history.failed(100.0, ready_seconds=1.0)
+        delays.append(history.not_before - 100.0)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, MAX_DELAY_SECONDS, MAX_DELAY_SECONDS]
+    assert history.failed(200.0, ready_seconds=STEADY_SECONDS).failures == 1
+
+
+def test_a_smaller_pool_drains_its_highest_worker_and_removes_it_once_drained() -> None:
+    world, _ = settled(decode=3)
+    desired = Desired({"decode": DesiredPool(Role.DECODE, 2)})
+    assert reconcile(desired, world.observed, world.now) == [Drain("decode-2", 1, "2 wanted in its pool")]
+    world.settle(desired)
+    assert sorted(world.workers) == ["decode-0", "decode-1"]
+
+
+def test_a_worker_that_was_never_ready_goes_before_one_that_serves() -> None:
+    world, _ = settled(decode=2)
+    world.set_phase("decode-0", Phase.STARTING)
+    desired = Desired({"decode": DesiredPool(Role.DECODE, 1)})
+    assert reconcile(desired, world.observed, world.now) == [Remove("decode-0", 1, "1 wanted in its pool")]
+
+
+def test_a_role_flips_in_place() -> None:
+    world, _ = settled(decode=1)
+    flipped = Desired({"decode": DesiredPool(Role.PREFILL, 1)})
+    assert reconcile(flipped, world.observed, world.now) == [SetRole("decode-0", 1, Role.PREFILL)]
+
+
+def test_another_layout_replaces_one_worker_at_a_time() -> None:
+    world, _ = settled(decode=2)
+    desired = Desired({"decode": DesiredPool(Role.DECODE, 2, TWO)})
+    world.act(reconcile(desired, world.observed, world.now))
+    assert [worker.phase for worker in world.workers.values()] == [Phase.READY, Phase.DRAINING]
+    assert reconcile(desired, world.observed, world.now) == []
+    world.settle(desired)
+    assert {(worker.generation, worker.layout) for worker in world.workers.values()} == {(2, TWO)}
+
+
+def test_a_worker_that_does_not_become_ready_is_given_up_with_its_reason() -> None:
+    world, desired = settled(decode=1)
+    world.workers["decode-0"] = replace(
+        world.workers["decode-0"], phase=Phase.STARTING, since=world.now, reason="waits for 1 × GPU"
+    )
+    world.now += START_SECONDS + 1
+    (removal,) = reconcile(desired, world.observed, world.now)
+    assert removal == Remove("decode-0", 1, "not ready 600 s after its start: waits for 1 × GPU")

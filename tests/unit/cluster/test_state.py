@@ -1,0 +1,94 @@
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
+from cluster.state import ControlState, ObservedState, WorkerRecord, configured, decode_desired, encode_desired, rebuilt
+from headrace.config import ClusterConfig, PoolConfig
+from headrace.keys import Keys
+from headrace.store import Store, connect
+from headrace.values import ParallelLayout, Role
+
+DESIRED = Desired(
+    {"prefill": DesiredPool(Role.PREFILL, 2, ParallelLayout(2, 1)), "decode": DesiredPool(Role.DECODE, 1)}
+)
+CONFIG = ClusterConfig(
+    model="m", pools={"prefill": PoolConfig(role="prefill", tp=2), "decode": PoolConfig(role="decode", replicas=2)}
+)
+
+
+def test_desired_survives_its_encoding() -> None:
+    assert decode_desired(encode_desired(DESIRED)) == DESIRED
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["", "{", "[]", "3", '{"a": 1}', '{"a": {"role": "prefill"}}', '{"a": {"role": "x", "replicas": 1, "tp": 1}}'],
+)
+def test_unreadable_desired_counts_as_lost(raw: str) -> None:
+    assert decode_desired(raw) is None
+
+
+def test_negative_replicas_count_as_lost() -> None:
+    raw = '{"a": {"role": "decode", "replicas": -1, "tp": 1, "pp": 1}}'
+    assert decode_desired(raw) is None
+
+
+def test_a_lost_desired_state_is_rebuilt_no_smaller_than_what_serves() -> None:
+    serving = [
+        ObservedWorker("prefill", index, 1, Role.PREFILL, ParallelLayout(2), Phase.READY, 0.0) for index in range(3)
+    ]
+    dead = [ObservedWorker("decode", index, 1, Role.DECODE, ParallelLayout(), Phase.DEAD, 0.0) for index in range(5)]
+    desired = rebuilt(CONFIG, serving + dead)
+    assert not desired.trusted
+    assert {name: pool.replicas for name, pool in desired.pools.items()} == {"prefill": 3, "decode": 2}
+    assert configured(CONFIG, trusted=True).pools["prefill"] == DesiredPool(Role.PREFILL, 1, ParallelLayout(2))
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = connect(redis_url, 2.0)
+    yield store
+    await store.close()
+
+
+@pytest.mark.redis
+async def test_one_controller_leads_until_it_resigns(store: Store) -> None:
+    state = ControlState(store, f"test-{uuid.uuid4().hex[:8]}")
+    assert await state.lead("first")
+    assert not await state.lead("second")
+    assert await state.lead("first"), "the holder renews"
+    await state.resign("second")
+    assert not await state.lead("second"), "only the holder gives it back"
+    await state.resign("first")
+    assert await state.lead("second")
+
+
+@pytest.mark.redis
+async def test_the_leaders_lease_ends_by_itself(store: Store) -> None:
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    assert await ControlState(store, cluster).lead("first")
+    left = await store.call(lambda redis: redis.pttl(Keys(cluster).leader))
+    assert 0 < left <= 5000
+
+
+@pytest.mark.redis
+async def test_desired_and_observed_are_read_back_and_forgotten(store: Store) -> None:
+    state = ControlState(store, f"test-{uuid.uuid4().hex[:8]}")
+    assert await state.desired() is None
+    assert await state.observed() is None
+    observed = ObservedState(
+        "controller-1",
+        (WorkerRecord("decode-0", "decode", 3, "decode", "tp1·pp1", "ready", 1.5, "127.0.0.1:1", "node", ""),),
+        {"decode": 1},
+        {"decode-0": (3, 1)},
+    )
+    await state.write_desired(DESIRED)
+    await state.write_observed(observed)
+    assert await state.desired() == DESIRED
+    assert await state.observed() == observed
+    assert observed.generations()["decode-0"].generation == 3
+    await state.forget()
+    assert await state.desired() is None
+    assert await state.observed() is None
