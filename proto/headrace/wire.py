@@ -7,7 +7,7 @@ anything else sees it.
 from headrace.blocks import pack_tokens, unpack_tokens
 from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, rebuild
-from headrace.v1 import control_pb2, worker_pb2
+from headrace.v1 import control_pb2, transfer_pb2, worker_pb2
 from headrace.values import (
     BlockCounts,
     Capacity,
@@ -114,6 +114,39 @@ def request_from_pb(pb: worker_pb2.Submit) -> Request:
         prefill=prefill_from_pb(pb.prefill) if pb.HasField("prefill") else None,
         traceparent=pb.traceparent,
     )
+
+
+def ticket_to_pb(r: Request, held_blocks: int, router_id: str) -> transfer_pb2.Ticket:
+    """A request as its decode worker hands it to a prefill worker: what the prompt and its first tokens depend on."""
+    return transfer_pb2.Ticket(
+        key=key_to_pb(r.key),
+        prompt_token_ids=pack_tokens(r.prompt_token_ids),
+        sampling=sampling_to_pb(r.sampling),
+        n=r.n,
+        adapter=r.adapter,
+        cache_salt=r.cache_salt,
+        priority=r.priority,
+        seconds_left=r.seconds_left,
+        held_blocks=held_blocks,
+        traceparent=r.traceparent,
+        router_id=router_id,
+    )
+
+
+def ticket_from_pb(pb: transfer_pb2.Ticket) -> tuple[Request, int, str]:
+    """(request, held blocks, router id)."""
+    request = Request(
+        key=key_from_pb(pb.key),
+        prompt_token_ids=tuple(unpack_tokens(pb.prompt_token_ids)),
+        sampling=sampling_from_pb(pb.sampling),
+        n=pb.n,
+        adapter=pb.adapter,
+        cache_salt=pb.cache_salt,
+        priority=pb.priority,
+        seconds_left=pb.seconds_left if pb.HasField("seconds_left") else None,
+        traceparent=pb.traceparent,
+    )
+    return request, pb.held_blocks, pb.router_id
 
 
 def compatibility_to_pb(c: Compatibility) -> worker_pb2.Compatibility:

@@ -36,7 +36,7 @@ class LinkHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., compatibility: _Optional[_Union[_worker_pb2.Compatibility, _Mapping]] = ..., layout: _Optional[_Union[_worker_pb2.Layout, _Mapping]] = ..., num_kv_heads: _Optional[int] = ..., num_layers: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent")
+    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent", "router_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Ticket(_message.Message):
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     prompt_token_ids: bytes
     sampling: _worker_pb2.WorkerSampling
@@ -57,7 +58,8 @@ class Ticket(_message.Message):
     seconds_left: float
     held_blocks: int
     traceparent: str
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    router_id: str
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("key",)

@@ -1,0 +1,168 @@
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import wire
+from headrace.costmodel import CostModel
+from headrace.errors import ContextLengthExceeded, InvalidRequest
+from headrace.leases import lease_fields, parse_lease
+from headrace.v1 import transfer_pb2, worker_pb2
+from headrace.values import (
+    BlockCounts,
+    Capacity,
+    Compatibility,
+    FinishReason,
+    Load,
+    LoadReport,
+    ParallelLayout,
+    PrefillTarget,
+    Request,
+    RequestKey,
+    Role,
+    SamplingParams,
+    SequenceOutput,
+    Timeline,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+)
+
+tokens = st.integers(0, 2**31 - 1)
+# What a float32 on the wire keeps exactly.
+thirty_seconds = st.integers(-64, 64).map(lambda n: n / 32)
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 100),
+    temperature=st.integers(0, 64).map(lambda n: n / 32),
+    top_p=st.integers(1, 32).map(lambda n: n / 32),
+    top_k=st.integers(0, 100),
+    min_p=st.integers(0, 32).map(lambda n: n / 32),
+    presence_penalty=thirty_seconds,
+    frequency_penalty=thirty_seconds,
+    repetition_penalty=st.integers(1, 64).map(lambda n: n / 32),
+    logit_bias=st.lists(st.tuples(tokens, thirty_seconds), max_size=3).map(tuple),
+    seed=st.integers(0, 2**64 - 1),
+    min_tokens=st.integers(0, 1),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
+    num_logprobs=st.none() | st.integers(0, 20),
+)
+requests = st.builds(
+    Request,
+    key=st.builds(RequestKey, request_id=st.text(max_size=8), attempt=st.integers(1, 9)),
+    prompt_token_ids=st.lists(tokens, min_size=1, max_size=40).map(tuple),
+    sampling=samplings,
+    n=st.integers(1, 128),
+    cache_salt=st.text(max_size=4),
+    priority=st.integers(-5, 5),
+    seconds_left=st.none() | st.floats(0, 1e6),
+    local_prefill_max_tokens=st.integers(0, 100),
+    prefill=st.none()
+    | st.builds(PrefillTarget, worker_id=st.text(max_size=4), generation=st.just(3), address=st.just("a")),
+)
+
+
+@given(requests)
+def test_a_request_survives_the_wire(request: Request) -> None:
+    sent = worker_pb2.Submit.FromString(wire.request_to_pb(request).SerializeToString())
+    assert wire.request_from_pb(sent) == request
+
+
+@given(requests, st.integers(0, 9), st.text(max_size=4))
+def test_a_ticket_carries_all_that_first_tokens_depend_on(request: Request, held: int, router: str) -> None:
+    sent = transfer_pb2.Ticket.FromString(wire.ticket_to_pb(request, held, router).SerializeToString())
+    got, got_held, got_router = wire.ticket_from_pb(sent)
+    assert (got_held, got_router) == (held, router)
+    left_at_home = {"prefill", "local_prefill_max_tokens"}
+    for name in {f.name for f in fields(Request)} - left_at_home:
+        assert getattr(got, name) == getattr(request, name), name
+
+
+OUTPUTS = [
+    SequenceOutput(RequestKey("r", 2), 0, (5, 6), 2),
+    SequenceOutput(
+        RequestKey("r"),
+        1,
+        (7,),
+        3,
+        logprobs=(TokenLogprobs(7, -0.5, ((7, -0.5), (9, -1.25))),),
+        finish=FinishReason.STOP,
+        usage=Usage(10, 3, 4),
+        timeline=Timeline(0.5, 0.25, 0.125, 2.0, "p0", 3, 4096, 1),
+    ),
+]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_output_survives_the_wire(output: SequenceOutput) -> None:
+    sent = worker_pb2.SequenceOutput.FromString(wire.output_to_pb(output).SerializeToString())
+    assert wire.output_from_pb(sent) == output
+
+
+WORKER = WorkerInfo(
+    worker_id="d0",
+    generation=7,
+    role=Role.DECODE,
+    address="127.0.0.1:5",
+    compatibility=Compatibility("m", "r", "t", "c", "float32", "float32", block_size=16),
+    layout=ParallelLayout(2, 1),
+    capacity=Capacity(100, 4096, 8, 512, 64, 1000),
+    model_path="models/m",
+    node="n",
+    cost=CostModel(prefill_base_seconds=0.5),
+)
+
+
+def test_a_worker_survives_the_wire_and_its_lease() -> None:
+    sent = worker_pb2.WorkerInfo.FromString(wire.worker_to_pb(WORKER).SerializeToString())
+    assert wire.worker_from_pb(sent) == WORKER
+    stored = {key.encode(): value.encode() for key, value in lease_fields(WORKER, draining=True).items()}
+    assert parse_lease(stored) == WORKER
+
+
+def test_a_lease_that_is_gone_or_foreign_is_told_apart() -> None:
+    assert parse_lease({}) is None
+    stored = {key.encode(): value.encode() for key, value in lease_fields(WORKER).items()}
+    broken: list[dict[bytes, Any]] = [
+        {b"generation": b"1"},
+        {**stored, b"role": b"chef"},
+        {**stored, b"capacity": b"[]"},
+        {**stored, b"layout": b'{"tp": 0}'},
+        {**stored, b"compatibility": b'{"unknown": 1}'},
+    ]
+    for fields_of_another in broken:
+        with pytest.raises(ValueError):
+            parse_lease(fields_of_another)
+
+
+def test_a_load_report_survives_the_wire() -> None:
+    report = LoadReport(Load(1, 2, 3, 4, 5, 6, 7), Load(1, 1, 1, 1, 1, 1, 1), CostModel(), Role.UNIFIED, 9, True)
+    sent = worker_pb2.LoadReport.FromString(wire.report_to_pb(report).SerializeToString())
+    assert wire.report_from_pb(sent) == report
+
+
+def test_block_counts_survive_the_wire() -> None:
+    counts = BlockCounts(1, 2, 3, 4, 5, 6)
+    assert wire.counts_from_pb(wire.counts_to_pb(counts)) == counts
+
+
+def test_an_error_arrives_as_its_own_class_with_its_numbers() -> None:
+    error = ContextLengthExceeded("too long", field="prompt", limit=10, actual=11)
+    got = wire.error_from_pb(worker_pb2.ErrorInfo.FromString(wire.error_to_pb(error).SerializeToString()))
+    assert type(got) is ContextLengthExceeded
+    assert got.numbers == {"field": "prompt", "limit": "10", "actual": "11"}
+
+
+def test_what_arrives_malformed_is_refused() -> None:
+    submit = wire.request_to_pb(Request(RequestKey("r"), (1, 2), SamplingParams(max_tokens=1)))
+    cut = worker_pb2.Submit.FromString(submit.SerializeToString())
+    cut.prompt_token_ids = b"\x01\x00\x00"
+    with pytest.raises(ValueError):
+        wire.request_from_pb(cut)
+    submit.sampling.max_tokens = 0
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        wire.request_from_pb(submit)
