@@ -82,15 +82,18 @@ class Stops:
     character the longest wins, so the result does not depend on how the text was cut.
     """
 
-    __slots__ = ("_held", "_longest", "_stops")
+    __slots__ = ("_held", "_longest", "_starts", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._starts = frozenset(stop[0] for stop in self._stops)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
     def feed(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         """(text that can be sent, whether it was stopped there)."""
+        if not text:
+            return "", False
         text = self._held + text
         if may_stop:
             found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
@@ -107,10 +110,12 @@ class Stops:
         return held
 
     def _num_held(self, text: str) -> int:
+        starts = self._starts
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            tail = text[at:]
-            if any(stop.startswith(tail) and stop != tail for stop in self._stops):
-                return len(text) - at
+            if text[at] in starts:
+                tail = text[at:]
+                if any(stop.startswith(tail) and stop != tail for stop in self._stops):
+                    return len(text) - at
         return 0
 
 
