@@ -49,8 +49,8 @@ class Text:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A rendered chat is encoded without adding special tokens: its template wrote them."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """A rendered chat is encoded without adding special tokens: its template wrote them. Lets other threads run."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
