@@ -70,7 +70,7 @@ def choose(device: torch.device) -> Ops:
     if device.type == "cuda":
         from kernels.cuda import CudaOps
 
-        return CudaOps()
+        return CudaOps(device)
     from kernels.reference import ReferenceOps
 
     return ReferenceOps()

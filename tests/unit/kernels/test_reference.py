@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from batches import filled_pool, paged_batch
 
 from kernels.ops import AttentionBatch, choose
 from kernels.reference import ReferenceOps
+from tests.unit.kernels.batches import filled_pool, paged_batch
 
 pytestmark = pytest.mark.torch
 OPS = ReferenceOps()

@@ -1,0 +1,88 @@
+"""Ops on a CUDA device: each operation's Triton kernel, with the tiles that were measured best on this card."""
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import norm, silu_mul
+from kernels.ops import AttentionBatch
+from kernels.paged_decode import MATRIX_ROWS, DecodeScratch, paged_decode
+from kernels.paged_prefill import paged_prefill
+from kernels.rope_store import rope_store
+from kernels.tuning import Tuning, tuning_of
+
+MAX_DECODE_ROWS = 1024
+
+
+class CudaOps:
+    """Owns the scratch of decode attention: one stream at a time may run its operations. Fixed addresses and fixed
+    grids, nothing synchronised: all of it can be captured in a graph once it ran."""
+
+    def __init__(
+        self, device: torch.device, tuning: Tuning | None = None, num_multiprocessors: int | None = None
+    ) -> None:
+        self._device = device
+        self._tuning = tuning or tuning_of(device)
+        self._multiprocessors = num_multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
+        self._scratch: dict[tuple[int, int], DecodeScratch] = {}
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        if out.numel():
+            flat = x_TD if x_TD.dim() in (2, 3) else x_TD.reshape(-1, x_TD.shape[-1])
+            norm.rms_norm(flat, weight_D, eps, out, self._tuning.norm)
+        return out
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, total = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        if out.numel():
+            norm.add_rms_norm(x_TD, residual_TD, weight_D, eps, out, total, self._tuning.norm)
+        return out, total
+
+    def rope_store(
+        self,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        cos_sin_PE: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+        rope_store(q_THE, k_TKE, v_TKE, cos_sin_PE, pool, layer, batch, out, self._tuning.rope)
+        return out
+
+    def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
+        _, num_heads, head_dim = q_THE.shape
+        num_kv_heads, decodes = pool.shape[1], batch.num_decodes
+        self._check(num_heads, num_kv_heads, head_dim, decodes)
+        out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+        if decodes:
+            scratch = self._decode_scratch(num_kv_heads, head_dim)
+            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, self._tuning.decode)
+        if decodes < batch.contexts_R.shape[0]:
+            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill)
+        return out
+
+    def silu_mul(self, x_T2F: Tensor) -> Tensor:
+        out = torch.empty(x_T2F.shape[0], x_T2F.shape[1] // 2, dtype=x_T2F.dtype, device=x_T2F.device)
+        if out.numel():
+            silu_mul.silu_mul(x_T2F, out, self._tuning.silu)
+        return out
+
+    def _decode_scratch(self, num_kv_heads: int, head_dim: int) -> DecodeScratch:
+        key = num_kv_heads, head_dim
+        if key not in self._scratch:
+            programs = self._multiprocessors * self._tuning.decode.programs_per_multiprocessor
+            self._scratch[key] = DecodeScratch.of(programs, MAX_DECODE_ROWS, *key, self._device)
+        return self._scratch[key]
+
+    @staticmethod
+    def _check(num_heads: int, num_kv_heads: int, head_dim: int, num_decodes: int) -> None:
+        if head_dim != triton.next_power_of_2(head_dim) or not 16 <= head_dim <= 256:
+            raise ValueError(f"head_dim must be a power of two from 16 to 256, got {head_dim}")
+        if num_heads > num_kv_heads * MATRIX_ROWS:
+            raise ValueError(f"query heads per KV head must be at most {MATRIX_ROWS}, got {num_heads / num_kv_heads:g}")
+        if num_decodes > MAX_DECODE_ROWS:
+            raise ValueError(f"num_decodes must be at most {MAX_DECODE_ROWS}, got {num_decodes}")

@@ -1,0 +1,254 @@
+"""Decode attention: one query token a row over its paged context.
+
+The tiles of all (row, KV head) units form one line, which the programs of a fixed grid share evenly, whatever the
+contexts are: the split of the KV is found on the device, so a captured graph serves every mix of rows. A unit that one
+program holds whole goes straight to the output. Of a unit that several hold, each leaves a partial result, and the one
+that arrives last merges them in their order on the line.
+
+Shape suffixes as in kernels.ops; M rows of a query tile (G query heads of one KV head, padded to what the matrix unit
+takes), C tokens of a KV tile, I partial results merged at a time.
+"""
+
+# The kernel language has no types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops import AttentionBatch
+from kernels.tuning import DecodeTile
+
+LOG2_E = 1.4426950408889634
+MATRIX_ROWS = 16
+MERGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """What programs leave for each other. Serves one launch at a time; `arrived` is zero between launches."""
+
+    partial: Tensor  # [2 · programs, M, E] float32: sums not yet divided by their weights
+    statistics: Tensor  # [2 · programs, 2, M] float32: largest score, sum of weights
+    arrived: Tensor  # [rows · K] int32: programs that are done with a unit
+
+    @classmethod
+    def of(
+        cls, num_programs: int, num_rows: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> "DecodeScratch":
+        return cls(
+            torch.empty(2 * num_programs, MATRIX_ROWS, head_dim, dtype=torch.float32, device=device),
+            torch.empty(2 * num_programs, 2, MATRIX_ROWS, dtype=torch.float32, device=device),
+            torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def paged_decode(
+    q_RHE: Tensor,
+    pool: Tensor,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    out_RHE: Tensor,
+    scratch: DecodeScratch,
+    tile: DecodeTile,
+) -> None:
+    """Writes out_RHE for the batch's first q_RHE.shape[0] rows; rows of context 0 are left alone."""
+    num_rows, num_heads, head_dim = q_RHE.shape
+    num_kv_heads, size = pool.shape[1], pool.shape[4]
+    _decode[(scratch.partial.shape[0] // 2,)](
+        q_RHE,
+        pool,
+        batch.block_tables_RB,
+        batch.contexts_R,
+        out_RHE,
+        scratch.partial,
+        scratch.statistics,
+        scratch.arrived,
+        layer,
+        num_rows,
+        batch.block_tables_RB.stride(0),
+        q_RHE.stride(0),
+        out_RHE.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        scale * LOG2_E,
+        K=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        GROUP=triton.next_power_of_2(num_heads // num_kv_heads),
+        M=MATRIX_ROWS,
+        E=head_dim,
+        S=size,
+        C=tile.tokens,
+        I=MERGED_AT_ONCE,
+        ROWS=triton.next_power_of_2(num_rows),
+        LEAST=tile.least_tiles,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["layer", "num_rows", "table_stride"])
+def _decode(
+    Q,
+    POOL,
+    TABLES,
+    CONTEXTS,
+    OUT,
+    PARTIAL,
+    STATISTICS,
+    ARRIVED,
+    layer,
+    num_rows,
+    table_stride,
+    q_stride,
+    out_stride,
+    block_stride,
+    head_stride,
+    layer_stride,
+    log2_scale,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    tiles_R = tl.cdiv(tl.load(CONTEXTS + rows, mask=rows < num_rows, other=0), C)
+    ends_R = tl.cumsum(tiles_R, 0) * K
+    total = tl.sum(tiles_R, 0) * K
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    tile = program * share
+    stop = tl.minimum(tile + share, total)
+    row = tl.sum((ends_R <= tile).to(tl.int32), 0)
+    row_start = tl.max(tl.where(ends_R <= tile, ends_R, 0), 0)
+
+    m = tl.arange(0, M)
+    e = tl.arange(0, E)
+    c = tl.arange(0, C)
+    while tile < stop:
+        context = tl.load(CONTEXTS + row)
+        while context == 0:
+            row += 1
+            context = tl.load(CONTEXTS + row)
+        unit_tiles = tl.cdiv(context, C)
+        head = (tile - row_start) // unit_tiles
+        unit_start = row_start + head * unit_tiles
+        first = tile - unit_start
+        last = tl.minimum(stop - unit_start, unit_tiles)
+
+        q_ME = tl.load(
+            Q + row.to(tl.int64) * q_stride + (head * G + m[:, None]) * E + e[None, :], mask=(m < G)[:, None], other=0.0
+        )
+        layer_base = POOL + layer.to(tl.int64) * layer_stride + head.to(tl.int64) * head_stride
+        table = TABLES + row.to(tl.int64) * table_stride
+        largest_M = tl.full([M], float("-inf"), tl.float32)
+        weight_M = tl.zeros([M], tl.float32)
+        sum_ME = tl.zeros([M, E], tl.float32)
+        for start in range(first * C, last * C, C):
+            position = start + c
+            inside = position < context
+            block = tl.load(table + position // S, mask=inside, other=0).to(tl.int64)
+            where_CE = layer_base + (block * block_stride + (position % S) * E)[:, None] + e[None, :]
+            keys_CE = tl.load(where_CE, mask=inside[:, None], other=0.0)
+            values_CE = tl.load(where_CE + S * E, mask=inside[:, None], other=0.0)
+            scores_MC = tl.dot(q_ME, tl.trans(keys_CE), input_precision="ieee") * log2_scale
+            scores_MC = tl.where(inside[None, :], scores_MC, float("-inf"))
+            larger_M = tl.maximum(largest_M, tl.max(scores_MC, 1))
+            weights_MC = tl.exp2(scores_MC - larger_M[:, None])
+            shrink_M = tl.exp2(largest_M - larger_M)
+            weight_M = weight_M * shrink_M + tl.sum(weights_MC, 1)
+            sum_ME = sum_ME * shrink_M[:, None]
+            sum_ME = tl.dot(weights_MC.to(values_CE.dtype), values_CE, sum_ME, input_precision="ieee")
+            largest_M = larger_M
+
+        if last - first == unit_tiles:
+            tl.store(
+                OUT + row.to(tl.int64) * out_stride + (head * G + m[:, None]) * E + e[None, :],
+                (sum_ME / weight_M[:, None]).to(OUT.dtype.element_ty),
+                mask=(m < G)[:, None],
+            )
+        else:
+            # A program starts inside at most one unit and stops inside at most one: two places are enough.
+            place = 2 * program + (first == 0).to(tl.int32)
+            tl.store(PARTIAL + (place * M + m[:, None]) * E + e[None, :], sum_ME, mask=(m < G)[:, None])
+            tl.store(STATISTICS + place * 2 * M + m, largest_M)
+            tl.store(STATISTICS + place * 2 * M + M + m, weight_M)
+            tl.debug_barrier()  # every thread's stores come before the one thread's arrival
+            first_program = unit_start // share
+            holders = (unit_start + unit_tiles - 1) // share - first_program + 1
+            if tl.atomic_add(ARRIVED + row * K + head, 1, sem="acq_rel") == holders - 1:
+                _merge(
+                    PARTIAL,
+                    STATISTICS,
+                    OUT + row.to(tl.int64) * out_stride + head * G * E,
+                    first_program,
+                    holders,
+                    G,
+                    GROUP,
+                    M,
+                    E,
+                    I,
+                )
+                tl.store(ARRIVED + row * K + head, 0)
+
+        tile = unit_start + last
+        if (last == unit_tiles) & (head == K - 1):
+            row += 1
+            row_start = tile
+
+
+@triton.jit
+def _merge(
+    PARTIAL,
+    STATISTICS,
+    OUT,
+    first_program,
+    holders,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+):
+    g = tl.arange(0, GROUP)
+    e = tl.arange(0, E)
+    i = tl.arange(0, I)
+    largest_G = tl.full([GROUP], -1e30, tl.float32)
+    weight_G = tl.where(g < G, 0.0, 1.0)  # lanes that nobody reads divide by one
+    sum_GE = tl.zeros([GROUP, E], tl.float32)
+    for start in range(0, holders, I):
+        holder = start + i
+        place_I = 2 * (first_program + holder) + (holder == 0).to(tl.int32)
+        held_IG = (holder < holders)[:, None] & (g < G)[None, :]
+        statistic_IG = STATISTICS + place_I[:, None] * 2 * M + g[None, :]
+        # Written by other multiprocessors a moment ago: past the first-level cache.
+        part_IGE = tl.load(
+            PARTIAL + (place_I[:, None] * M + g[None, :])[:, :, None] * E + e[None, None, :],
+            mask=held_IG[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        largest_IG = tl.load(statistic_IG, mask=held_IG, other=-1e30, cache_modifier=".cg")
+        weight_IG = tl.load(statistic_IG + M, mask=held_IG, other=0.0, cache_modifier=".cg")
+        larger_G = tl.maximum(largest_G, tl.max(largest_IG, 0))
+        shrink_G = tl.exp2(largest_G - larger_G)
+        shrink_IG = tl.exp2(largest_IG - larger_G[None, :])
+        weight_G = weight_G * shrink_G + tl.sum(weight_IG * shrink_IG, 0)
+        sum_GE = sum_GE * shrink_G[:, None] + tl.sum(part_IGE * shrink_IG[:, :, None], 0)
+        largest_G = larger_G
+    tl.store(
+        OUT + g[:, None] * E + e[None, :],
+        (sum_GE / weight_G[:, None]).to(OUT.dtype.element_ty),
+        mask=(g < G)[:, None],
+    )

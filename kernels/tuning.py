@@ -1,0 +1,81 @@
+"""Tile sizes per card, kept as data in tuned/<card>.json: measured by `make bench-kernels`, never guessed at run time."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+TUNED = Path(__file__).parent / "tuned"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    tokens: int
+    programs_per_multiprocessor: int
+    least_tiles: int  # fewest tiles worth a program of their own
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    elements: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTile:
+    heads: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullTile:
+    num_programs: int
+    words: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    decode: DecodeTile
+    prefill: PrefillTile
+    norm: RowTile
+    rope: RopeTile
+    silu: RowTile
+    pull: PullTile
+
+    @classmethod
+    def read(cls, path: Path) -> "Tuning":
+        tiles = json.loads(path.read_text())
+        return cls(
+            DecodeTile(**tiles["decode"]),
+            PrefillTile(**tiles["prefill"]),
+            RowTile(**tiles["norm"]),
+            RopeTile(**tiles["rope"]),
+            RowTile(**tiles["silu"]),
+            PullTile(**tiles["pull"]),
+        )
+
+
+def card(device: torch.device) -> str:
+    """The short name of a device's model, as files are named by it: "h100", "h200", "cpu"."""
+    if device.type != "cuda":
+        return device.type
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
+
+
+def tuning_of(device: torch.device) -> Tuning:
+    """The card's own, or those of the card nearest in kind that was measured."""
+    path = TUNED / f"{card(device)}.json"
+    return Tuning.read(path if path.exists() else TUNED / "h100.json")

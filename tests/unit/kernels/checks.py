@@ -1,0 +1,197 @@
+"""What every kernel must equal, on any device: its reference on fresh random inputs, and nothing else written."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import norm, paged_decode, paged_prefill, pull_blocks, rope_store, silu_mul
+from kernels.ops import AttentionBatch
+from kernels.reference import ReferenceOps
+from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
+from tests.unit.kernels.batches import filled_pool, paged_batch
+
+REFERENCE = ReferenceOps()
+POISON = 12345.0
+
+
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    """By relative norm: matrix units round their operands, so single elements near zero may be off by more."""
+    limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
+    error = float((got.double() - expected.double()).norm() / expected.double().norm())
+    assert error <= limit, f"relative error {error:.2e} above {limit:.0e}"  # NaN fails too
+
+
+def on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
+    moved = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return dataclasses.replace(batch, **moved)
+
+
+def check_decode(
+    contexts: Sequence[int],
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    num_programs: int,
+    tile: DecodeTile,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> None:
+    """Two launches over one scratch: the second shows that the first left it as it was."""
+    generator = torch.Generator().manual_seed(seed + sum(contexts))
+    num_blocks = sum(-(-context // block_size) for context in contexts) + 3
+    batch = paged_batch([(1, context) for context in contexts], block_size, num_blocks, generator)
+    pool = filled_pool((num_blocks, kv_heads, 2, 2, block_size, head_dim), 1, batch, generator).to(device, dtype)
+    batch = on(batch, device)
+    scratch = paged_decode.DecodeScratch.of(num_programs, len(contexts), kv_heads, head_dim, device)
+    scratch.partial.fill_(torch.nan)
+    for _ in range(2):
+        # A slice of a wider projection, as a model hands it over.
+        projection = torch.randn(len(contexts), kv_heads * (group + 2), head_dim, generator=generator)
+        q = projection.to(device, dtype)[:, : kv_heads * group]
+        out = torch.full(q.shape, POISON, dtype=dtype, device=device)
+        paged_decode.paged_decode(q, pool, 1, batch, 0.17, out, scratch, tile)
+        expected = REFERENCE.attention(q, pool, 1, batch, 0.17)
+        computed = batch.contexts_R > 0
+        if computed.any():
+            assert_near(out[computed], expected[computed])
+        assert (out[~computed] == torch.tensor(POISON, dtype=dtype)).all()
+        assert not scratch.arrived.any()
+
+
+def check_prefill(
+    rows: Sequence[tuple[int, int]],
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tile: PrefillTile,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(len(rows) + rows[0][0])
+    num_blocks = sum(-(-context // block_size) for _, context in rows) + 3
+    batch = paged_batch(rows, block_size, num_blocks, generator)
+    pool = filled_pool((num_blocks, kv_heads, 3, 2, block_size, head_dim), 2, batch, generator).to(device, dtype)
+    batch = on(batch, device)
+    projection = torch.randn(sum(t for t, _ in rows), kv_heads * (group + 2), head_dim, generator=generator)
+    q = projection.to(device, dtype)[:, : kv_heads * group]
+    out = torch.full(q.shape, POISON, dtype=dtype, device=device)
+    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile)
+    expected = REFERENCE.attention(q, pool, 2, batch, 0.17)
+    starts = batch.starts_R1.tolist()
+    for row, (_, context) in enumerate(rows):
+        tokens = slice(starts[row], starts[row + 1])
+        if row < batch.num_decodes or context == 0:
+            assert (out[tokens] == torch.tensor(POISON, dtype=dtype)).all()
+        else:
+            assert_near(out[tokens], expected[tokens])
+
+
+def check_norms(shape: tuple[int, ...], tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    wide = torch.randn(*shape[:-1], shape[-1] + 8, generator=generator).to(device, dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(device, dtype)
+    strided = wide[..., : shape[-1]]
+    out = torch.full(shape, POISON, dtype=dtype, device=device)
+    norm.rms_norm(strided, weight, 1e-5, out, tile)
+    assert_near(out, REFERENCE.rms_norm(strided, weight, 1e-5))
+    if len(shape) == 2:
+        x = strided.contiguous()
+        residual = torch.randn(shape, generator=generator).to(device, dtype)
+        out, total = torch.full_like(x, POISON), torch.full_like(x, POISON)
+        norm.add_rms_norm(x, residual, weight, 1e-5, out, total, tile)
+        expected_out, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, expected_total)
+        assert_near(out, expected_out)
+        norm.add_rms_norm(x, residual, weight, 1e-5, x, residual, tile)  # in place
+        assert torch.equal(residual, total)
+        assert torch.equal(x, out)
+
+
+def check_rope_store(
+    rows: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tile: RopeTile,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(heads * head_dim)
+    num_blocks = sum(-(-context // block_size) for _, context in rows) + 2
+    batch = on(paged_batch(rows, block_size, num_blocks, generator), device)
+    num_tokens = sum(tokens for tokens, _ in rows)
+    projection = torch.randn(num_tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(device, dtype)
+    q, k, v = projection.split((heads, kv_heads, kv_heads), 1)
+    cos_sin = torch.randn(max(c for _, c in rows) + 1, head_dim, generator=generator).to(device)
+    pool = torch.full((num_blocks, kv_heads, 3, 2, block_size, head_dim), POISON, dtype=dtype, device=device)
+    expected_pool = pool.clone()
+    out = torch.full(q.shape, POISON, dtype=dtype, device=device)
+    rope_store.rope_store(q, k, v, cos_sin, pool, 1, batch, out, tile)
+    assert_near(out, REFERENCE.rope_store(q, k, v, cos_sin, expected_pool, 1, batch))
+    untouched = expected_pool == torch.tensor(POISON, dtype=dtype)
+    assert torch.equal(pool == torch.tensor(POISON, dtype=dtype), untouched)
+    if not untouched.all():
+        assert_near(pool[~untouched], expected_pool[~untouched])
+
+
+def check_silu_mul(num_tokens: int, width: int, tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.randn(num_tokens, 2 * width, generator=torch.Generator().manual_seed(width)).to(device, dtype)
+    out = torch.full((num_tokens, width), POISON, dtype=dtype, device=device)
+    silu_mul.silu_mul(x, out, tile)
+    assert_near(out, REFERENCE.silu_mul(x))
+
+
+def check_pull(
+    source_shape: tuple[int, int, int],
+    target_shape: tuple[int, int, int],
+    heads: tuple[int, int, int],
+    layers: tuple[int, int, int],
+    num_pulled: int,
+    words_of_layer: int,
+    tile: PullTile,
+    device: torch.device,
+) -> None:
+    """Shapes are (blocks, KV heads, layers); `heads` and `layers` are (source's first, target's first, count)."""
+    generator = torch.Generator().manual_seed(num_pulled + words_of_layer)
+    draw = lambda shape: torch.randint(-(2**31), 2**31 - 1, (*shape, words_of_layer), generator=generator)  # noqa: E731
+    source, target = (draw(shape).to(torch.int32).to(device) for shape in (source_shape, target_shape))
+    source_blocks = torch.randperm(source_shape[0], generator=generator)[:num_pulled]
+    target_blocks = torch.randperm(target_shape[0], generator=generator)[:num_pulled]
+    expected = target.clone()
+    read = source[source_blocks, heads[0] : heads[0] + heads[2], layers[0] : layers[0] + layers[2]]
+    expected[target_blocks, heads[1] : heads[1] + heads[2], layers[1] : layers[1] + layers[2]] = read
+    shape = pull_blocks.PullShape.of(
+        words_of_layer * 4,
+        *source_shape[1:],
+        *target_shape[1:],
+        source_head=heads[0],
+        target_head=heads[1],
+        num_heads=heads[2],
+        source_layer=layers[0],
+        target_layer=layers[1],
+        num_layers=layers[2],
+    )
+    numbers = [blocks.to(device, torch.int32) for blocks in (source_blocks, target_blocks)]
+    pull_blocks.pull_blocks(source, target, numbers[0], numbers[1], shape, tile)
+    assert torch.equal(target, expected)
+
+
+def check_stale(num_blocks: int, num_pulled: int, num_moved: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(num_pulled)
+    epochs = torch.randint(0, 2**62, (num_blocks,), generator=generator)
+    blocks = torch.randperm(num_blocks, generator=generator)[:num_pulled]
+    expected = epochs[blocks].to(device)
+    epochs[blocks[:num_moved]] += 2**40
+    stale = torch.zeros(1, dtype=torch.int32, device=device)
+    pull_blocks.count_stale(epochs.to(device), blocks.to(device, torch.int32), expected, stale)
+    assert stale.item() == num_moved

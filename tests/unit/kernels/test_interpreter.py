@@ -1,0 +1,107 @@
+"""Every kernel against its reference, in Triton's interpreter on the CPU. No skip: without Triton this fails."""
+
+import pytest
+import torch
+
+from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
+from tests.unit.kernels import checks
+
+pytestmark = [pytest.mark.torch, pytest.mark.interpreter]
+CPU = torch.device("cpu")
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 16])
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [15, 16, 17], [0, 33, 0, 1], [100], [7, 0, 64, 31, 2]],
+    ids=["one", "edges", "padding", "long", "mixed"],
+)
+def test_decode_over_any_number_of_programs(contexts: list[int], num_programs: int) -> None:
+    tile = DecodeTile(16, 1, 1, 4, 2)
+    checks.check_decode(contexts, 3, 2, 16, 8, num_programs, tile, CPU, F32)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "block_size", "tokens"),
+    [(1, 1, 32, 16, 32), (4, 2, 16, 32, 16), (7, 1, 16, 16, 32), (16, 2, 16, 5, 16)],
+)
+@pytest.mark.parametrize("least_tiles", [1, 3])
+def test_decode_shapes(
+    group: int, kv_heads: int, head_dim: int, block_size: int, tokens: int, least_tiles: int
+) -> None:
+    tile = DecodeTile(tokens, 1, least_tiles, 4, 2)
+    checks.check_decode([tokens * 2, 45, 1, tokens * 3 + 1], group, kv_heads, head_dim, block_size, 7, tile, CPU, F32)
+
+
+def test_decode_merges_more_parts_than_fit_one_pass() -> None:
+    checks.check_decode([16 * 40 + 3], 2, 1, 16, 16, 41, DecodeTile(16, 1, 1, 4, 2), CPU, F32)
+
+
+def test_decode_of_padding_alone_writes_nothing() -> None:
+    checks.check_decode([0, 0, 0], 2, 2, 16, 8, 4, DecodeTile(16, 1, 1, 4, 2), CPU, F32)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(5, 5)],
+        [(2, 2), (16, 16), (17, 17)],
+        [(3, 40), (8, 33), (31, 32)],
+        [(1, 9), (1, 0), (4, 20), (1, 30), (33, 64)],
+        [(4, 0), (6, 12)],
+    ],
+    ids=["short", "whole", "offset", "mixed", "padding"],
+)
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 2), (4, 1)])
+def test_prefill_rows(rows: list[tuple[int, int]], group: int, kv_heads: int) -> None:
+    checks.check_prefill(rows, group, kv_heads, 16, 8, PrefillTile(32, 16, 4, 2), CPU, F32)
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), [(5, 32), (16, 16), (32, 16)])
+def test_prefill_block_and_tile_sizes(block_size: int, tokens: int) -> None:
+    checks.check_prefill([(50, 50), (19, 83)], 2, 2, 32, block_size, PrefillTile(16, tokens, 4, 2), CPU, F32)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 48), (3, 3, 16), (7, 100), (2, 9, 32)])
+@pytest.mark.parametrize("elements", [64, 512])
+def test_norms(shape: tuple[int, ...], elements: int) -> None:
+    checks.check_norms(shape, RowTile(elements, 4), CPU, F32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "held"), [(3, 1, 2), (4, 4, 8), (9, 3, 4)])
+def test_rope_store(heads: int, kv_heads: int, held: int) -> None:
+    rows = [(1, 4), (1, 0), (9, 13), (3, 0), (2, 16)]
+    checks.check_rope_store(rows, heads, kv_heads, 16, 4, RopeTile(held, 4), CPU, F32)
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (3, 64), (2, 100), (5, 129)])
+def test_silu_mul(num_tokens: int, width: int) -> None:
+    checks.check_silu_mul(num_tokens, width, RowTile(64, 4), CPU, F32)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "heads", "layers"),
+    [
+        ((7, 2, 3), (9, 2, 3), (0, 0, 2), (0, 0, 3)),
+        ((7, 4, 3), (9, 2, 3), (2, 0, 2), (0, 0, 3)),
+        ((7, 1, 2), (9, 3, 5), (0, 2, 1), (0, 3, 2)),
+        ((7, 3, 5), (9, 2, 4), (1, 0, 2), (2, 1, 3)),
+    ],
+    ids=["whole", "head range", "layer range into", "both"],
+)
+@pytest.mark.parametrize(("num_programs", "words_of_layer"), [(1, 8), (3, 24), (64, 17)])
+def test_pull(
+    source: tuple[int, int, int],
+    target: tuple[int, int, int],
+    heads: tuple[int, int, int],
+    layers: tuple[int, int, int],
+    num_programs: int,
+    words_of_layer: int,
+) -> None:
+    checks.check_pull(source, target, heads, layers, 5, words_of_layer, PullTile(num_programs, 16, 4), CPU)
+
+
+@pytest.mark.parametrize(("num_pulled", "num_moved"), [(1, 0), (1, 1), (40, 7), (1100, 1030)])
+def test_stale_blocks_are_counted(num_pulled: int, num_moved: int) -> None:
+    checks.check_stale(1200, num_pulled, num_moved, CPU)
