@@ -1,0 +1,121 @@
+"""Who a rank is among the ranks of its worker, and how it talks to them.
+
+Tensor parallel ranks sum and gather within a stage; pipeline stages pass the residual stream on, and the last one
+passes what it drew back to the first. The groups are process groups of torch built directly, not through its global
+default: a process may hold groups of several workers, and closing one leaves the others alone. NCCL swaps the back end
+and nothing else.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from headrace.values import ParallelLayout
+
+# torch ships no types for its process groups and stores
+Group = Any
+Work = Any
+Store = Any
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """This rank's place. `tp_group` is None when tp is 1, `pp_group` when pp is 1; ranks in them are numbered by tp rank
+    and by stage. All ranks of a group make the same calls in the same order."""
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    tp_group: Group | None = None
+    pp_group: Group | None = None
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.layout.tp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.layout.tp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens, and so answers for the worker."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the stage's ranks, in place."""
+        if self.tp_group is not None:
+            self.tp_group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """Every rank's equally shaped x on tp rank 0, in rank order; None on the others."""
+        if self.tp_group is None:
+            return [x]
+        parts = [torch.empty_like(x) for _ in range(self.layout.tp)] if self.tp_rank == 0 else None
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        self.tp_group.gather([] if parts is None else [parts], [x], options).wait()
+        return parts
+
+    def share(self, x: Tensor) -> Tensor:
+        """tp rank 0's x on all ranks of the stage, in place."""
+        if self.tp_group is not None:
+            options = distributed.BroadcastOptions()
+            options.rootRank = 0
+            self.tp_group.broadcast([x], options).wait()
+        return x
+
+    def send(self, x: Tensor, stage: int) -> Work:
+        """Under way when this returns; x must not change before its wait() does."""
+        assert self.pp_group is not None
+        return self.pp_group.send([x], stage, 0)
+
+    def receive(self, x: Tensor, stage: int) -> Work:
+        """x is filled once its wait() returns."""
+        assert self.pp_group is not None
+        return self.pp_group.recv([x], stage, 0)
+
+
+def form(
+    layout: ParallelLayout,
+    rank: int,
+    store: Store,
+    backend: str = "gloo",
+    *,
+    device: torch.device | None = None,
+    timeout_seconds: float = 60.0,
+) -> RankContext:
+    """Joins this rank with the others of its worker, who meet at `store`; blocks until all have."""
+    place = RankContext(layout, rank, device or torch.device("cpu"))
+    tp_group = pp_group = None
+    if layout.tp > 1:
+        here = PrefixStore(f"tp/{place.stage}", store)
+        tp_group = _group(backend, here, place.tp_rank, layout.tp, timeout_seconds)
+    if layout.pp > 1:
+        here = PrefixStore(f"pp/{place.tp_rank}", store)
+        pp_group = _group(backend, here, place.stage, layout.pp, timeout_seconds)
+    return RankContext(layout, rank, place.device, tp_group, pp_group)
+
+
+def _group(backend: str, store: Store, rank: int, size: int, timeout_seconds: float) -> Group:
+    timeout = timedelta(seconds=timeout_seconds)
+    if backend == "gloo":
+        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    if backend == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, size, options)
+    raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
