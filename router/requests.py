@@ -1,59 +1,345 @@
 """The life of a request in the router, top to bottom. Contract between the edges (openai, grpc_api) and the core."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import assert_never
 
-from headrace.values import SamplingParams, Timeline, TokenLogprobs, Usage
+from prometheus_client import Counter, Histogram
 
+from headrace import metrics
+from headrace.blocks import BlockHasher
+from headrace.clock import Clock
+from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
+from headrace.values import PrefillTarget, RequestKey, SequenceOutput
+from router.admission import Admission, Admitted, Queued, Shed
+from router.flight import Explanation, Flight, Job, Piece, RequestTimeline, TextStream
+from router.health import Health
+from router.index import Index
+from router.ledger import Ledger
+from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
+from router.placement import Ask, NoCapacity, Placed, Placement, place
+from router.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
+from router.sessions import Sessions
+from router.view import View, worker_view
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A validated request as an edge hands it over. `sampling.seed` is drawn already; sample i differs by its index.
+__all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
 
-    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit.
-    """
+NUM_EXPLANATIONS = 512
+COUNT_EVERY_TOKENS = 64
 
-    request_id: str
-    model: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    priority: int = 0
-    cache_salt: str = ""
-    seconds_left: float | None = None
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimeline:
-    """The worker's timeline and the router's own part."""
-
-    worker: Timeline
-    router_queue_seconds: float
-    decode_worker: str
-    attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New output of sample `index`. `text` may lag `token_ids` by what may still become a stop string; the last piece of
-    a sample flushes it and carries `finish` ("stop" or "length"). The last piece of the request carries usage and
-    timeline. Usage counts, for a stop string, the tokens up to the one that completed it."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: str | None = None
-    usage: Usage | None = None
-    timeline: RequestTimeline | None = None
+_REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["outcome"])
+_SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
+_PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
+_FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
+_QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.")
+_TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.")
+_TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
+_E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
+_PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
+_ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
 
 
 class Requests:
-    """Admission, placement, submission, relay, retry. One per router."""
+    """Admission, placement, submission, relay, retry. One per router; owns its ledger, queue and explanations.
 
-    def stream(self, job: Job) -> AsyncIterator[Piece]:
+    `open_text(job)` opens the text of one sample. What is decided is decided in admission, placement, retry and health;
+    here it is carried out.
+    """
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        sessions: Sessions,
+        index: Index,
+        open_text: Callable[[Job], TextStream],
+        pacer: Pacer,
+        clock: Clock,
+        randomness: random.Random,
+        max_queue: int,
+        request_seconds: float,
+        local_prefill_max_tokens: int,
+    ) -> None:
+        self._router_id = router_id
+        self._sessions = sessions
+        self._index = index
+        self._open_text = open_text
+        self._pacer = pacer
+        self._clock = clock
+        self._random = randomness
+        self._request_seconds = request_seconds
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._admission = Admission(max_queue)
+        self._ledger = Ledger()
+        self._health = Health()
+        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._explanations: dict[str, Explanation] = {}
+        self._generations: dict[str, int] = {}
+        self._next_number = 0
+        sessions.listen(self._heard_of)
+
+    async def stream(self, job: Job) -> AsyncIterator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
         was refused). Closing the iterator early cancels the request on its workers; every way out releases it."""
-        raise NotImplementedError
+        flight, mailbox = self._open(job)
+        deadline = self._arm_deadline(flight, mailbox)
+        try:
+            await self._admit(flight)
+            self._dispatch(flight, mailbox)
+            while not flight.done:
+                for piece in self._react(flight, mailbox, await mailbox.take()):
+                    yield piece
+            self._succeed(flight)
+        except HeadraceError as error:
+            flight.outcome = error.type
+            raise
+        finally:
+            deadline.cancel()
+            self._release(flight)
+
+    def why(self, request_id: str) -> Explanation | None:
+        """The explanation of one of the last requests, by the id that its edge gave it."""
+        return self._explanations.get(request_id)
+
+    def view(self) -> View:
+        """The workers as they are believed to be now."""
+        return View(
+            tuple(
+                worker_view(session.info, session.report, self._ledger, self._health)
+                for session in self._sessions.live()
+                if session.lost is None
+            )
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._ledger)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._admission)
+
+    def _open(self, job: Job) -> tuple[Flight, Mailbox]:
+        """Between processes a request has a name of this router's own: a client's id may come twice."""
+        self._next_number += 1
+        key = RequestKey(f"{self._router_id}:{self._next_number:x}")
+        flight = Flight(job, key, lambda: self._open_text(job), self._clock.now())
+        return flight, Mailbox(key, self._pacer)
+
+    def _arm_deadline(self, flight: Flight, mailbox: Mailbox) -> asyncio.TimerHandle:
+        seconds = self._request_seconds
+        if flight.job.seconds_left is not None:
+            seconds = min(seconds, flight.job.seconds_left)
+        flight.deadline = flight.began + seconds
+        error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
+        return asyncio.get_running_loop().call_later(seconds, self._expire, flight.key.request_id, mailbox, error)
+
+    def _expire(self, name: str, mailbox: Mailbox, error: DeadlineExceeded) -> None:
+        mailbox.feed(GivenUp(error))
+        turn = self._turns.get(name)
+        if turn is not None and not turn.done():
+            turn.set_exception(error)
+
+    async def _admit(self, flight: Flight) -> None:
+        """Returns when it is the request's turn."""
+        name, job = flight.key.request_id, flight.job
+        decision = self._admission.offer(
+            name, num_sequences=job.n, priority=job.priority, view=self.view(), now=self._clock.now()
+        )
+        match decision:
+            case Admitted():
+                pass
+            case Queued():
+                await self._wait_for_turn(name, job.n)
+                flight.queue_seconds = self._clock.now() - flight.began
+            case Shed(reason=reason, error=error):
+                _SHED.labels(reason).inc()
+                raise error
+            case _:
+                assert_never(decision)
+        _QUEUE.observe(flight.queue_seconds)
+
+    async def _wait_for_turn(self, name: str, num_sequences: int) -> None:
+        turn = self._turns[name] = asyncio.get_running_loop().create_future()
+        try:
+            await turn
+        except BaseException:
+            if not self._admission.leave(name):
+                self._admission.begun(num_sequences)
+            raise
+        finally:
+            del self._turns[name]
+
+    def _call_next(self) -> None:
+        """Room may have come: whoever's turn it is goes on."""
+        if len(self._admission):
+            for name in self._admission.admit(self.view(), self._clock.now()):
+                self._turns[name].set_result(None)
+
+    def _dispatch(self, flight: Flight, mailbox: Mailbox) -> None:
+        """Places an admitted request and hands it to its decode worker."""
+        try:
+            self._submit(flight, mailbox)
+        finally:
+            self._admission.begun(flight.job.n)
+
+    def _submit(self, flight: Flight, mailbox: Mailbox) -> None:
+        match self._place(flight):
+            case NoCapacity(reason=reason):
+                raise flight.first_error or NoWorkers(f"nobody can serve the request: {reason}", reason=reason)
+            case Placed() as placed:
+                session = self._sessions.find(placed.decode.worker_id)
+                assert session is not None, "the view holds live workers only"
+                self._note_placed(flight, placed)
+                request = flight.request(self._clock.now(), self._local_prefill_max_tokens)
+                session.submit(request, mailbox)
+
+    def _place(self, flight: Flight, decode: str | None = None) -> Placement:
+        view = self.view()
+        ask = Ask(
+            num_prompt_tokens=len(flight.job.prompt_token_ids),
+            max_tokens=flight.job.sampling.max_tokens,
+            n=flight.job.n,
+            cached_tokens=self._cached_tokens(flight.job, view),
+            local_prefill_max_tokens=self._local_prefill_max_tokens,
+            decode=decode,
+            excluded=flight.excluded,
+            tie=self._random.random(),
+        )
+        placement = place(ask, view, self._clock.now())
+        flight.whys.append(placement.why)
+        return placement
+
+    def _cached_tokens(self, job: Job, view: View) -> dict[str, int]:
+        """What the index says each worker holds of the prompt. Ids are hashed once for every KV format there is."""
+        classes = {
+            (info.compatibility.revision, info.compatibility.kv_format, info.compatibility.block_size)
+            for info in (worker.info for worker in view.workers)
+        }
+        cached: dict[str, int] = {}
+        for revision, kv_format, block_size in classes:
+            hasher = BlockHasher(
+                revision=revision, kv_format=kv_format, block_size=block_size, cache_salt=job.cache_salt
+            )
+            matched = self._index.match(hasher.chain(job.prompt_token_ids))
+            cached.update((worker, num_blocks * block_size) for worker, num_blocks in matched.items())
+        return cached
+
+    def _note_placed(self, flight: Flight, placed: Placed) -> None:
+        flight.placed = placed
+        _PLACEMENTS.labels(placed.why.reason).inc()
+        self._ledger.open(
+            flight.key.request_id,
+            decode=flight.decode,
+            prefill=flight.prefill,
+            num_prompt_tokens=len(flight.job.prompt_token_ids),
+            prefill_tokens=placed.prefill_tokens,
+            n=flight.job.n,
+        )
+
+    def _react(
+        self, flight: Flight, mailbox: Mailbox, said: list[SequenceOutput | PeerFailed | GivenUp]
+    ) -> list[Piece]:
+        """Follows what was said, in order; returns the client's pieces. Raises what ends the request."""
+        if isinstance(said[-1], SequenceOutput) and all(isinstance(one, SequenceOutput) for one in said):
+            return self._relay(flight, said)  # type: ignore[arg-type]
+        pieces: list[Piece] = []
+        for one in said:
+            match one:
+                case SequenceOutput():
+                    pieces.extend(self._relay(flight, [one]))
+                case PeerFailed(worker_id=worker_id, error=error):
+                    self._prefill_again(flight, mailbox, worker_id, error)
+                case GivenUp(error=error):
+                    if not flight.done:
+                        self._place_again(flight, mailbox, error)
+                case _:
+                    assert_never(one)
+        return pieces
+
+    def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
+        if flight.first_token_at is None:
+            flight.first_token_at = self._clock.now()
+            _TTFT.observe(flight.first_token_at - flight.began)
+        self._ledger.first_token(flight.key.request_id)
+        before = flight.num_counted
+        pieces = flight.relay(outputs)
+        if flight.num_generated - before >= COUNT_EVERY_TOKENS:
+            flight.num_counted = flight.num_generated
+            self._ledger.grew(flight.key.request_id, flight.num_counted - before)
+        return pieces
+
+    def _place_again(self, flight: Flight, mailbox: Mailbox, error: HeadraceError) -> None:
+        """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
+        self._health.failed(flight.decode, error, self._clock.now())
+        flight.first_error = flight.first_error or error
+        match after_rejection(flight.progress(), error):
+            case End(error=last):
+                raise last
+            case PlaceAgain(key=key, excluded=excluded):
+                _FALLBACKS.labels(error.type).inc()
+                flight.key = mailbox.key = key
+                flight.excluded = excluded
+                self._submit(flight, mailbox)
+
+    def _prefill_again(self, flight: Flight, mailbox: Mailbox, prefill: str, error: HeadraceError) -> None:
+        """The decode worker lost its prefill worker: it gets another one, or prefills alone."""
+        self._health.failed(prefill, error, self._clock.now())
+        flight.first_error = flight.first_error or error
+        match after_peer_lost(flight.progress(), prefill, error):
+            case End(error=last):
+                raise last
+            case PrefillAgain(key=key, excluded=excluded):
+                _FALLBACKS.labels(error.type).inc()
+                flight.key = mailbox.key = key
+                flight.excluded = excluded
+                self._answer_peer_failed(flight)
+
+    def _answer_peer_failed(self, flight: Flight) -> None:
+        session = self._sessions.find(flight.decode)
+        if session is None:
+            return  # its end is in the mailbox already
+        placement = self._place(flight, decode=flight.decode)
+        target: PrefillTarget | None = None
+        if isinstance(placement, Placed):
+            self._note_placed(flight, with_last_resort(placement, flight.key.attempt))
+            target = flight.placed.prefill.target if flight.placed and flight.placed.prefill else None
+        session.place(flight.key, target)
+
+    def _succeed(self, flight: Flight) -> None:
+        now = self._clock.now()
+        flight.outcome = "finished"
+        self._health.succeeded(flight.decode)
+        source = flight.prefill or flight.decode
+        self._health.succeeded(source)
+        if flight.placed is not None:
+            _PREDICTED.labels(source).inc(flight.placed.cached_tokens)
+            _ACTUAL.labels(source).inc(flight.cached_tokens)
+        _E2E.observe(now - flight.began)
+        if flight.first_token_at is not None and flight.num_generated > flight.job.n:
+            _TPOT.observe((now - flight.first_token_at) / (flight.num_generated / flight.job.n - 1))
+
+    def _release(self, flight: Flight) -> None:
+        """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
+        session = self._sessions.find(flight.decode)
+        if session is not None:
+            if flight.ended_by_worker:
+                session.forget(flight.key.request_id)
+            else:
+                session.cancel(flight.key)
+        self._ledger.close(flight.key.request_id)
+        self._explanations.pop(flight.job.request_id, None)
+        self._explanations[flight.job.request_id] = flight.explanation()
+        if len(self._explanations) > NUM_EXPLANATIONS:
+            del self._explanations[next(iter(self._explanations))]
+        _REQUESTS.labels(flight.outcome).inc()
+        self._call_next()
+
+    def _heard_of(self, worker_id: str) -> None:
+        """A worker's session began, reported or ended."""
+        session = self._sessions.find(worker_id)
+        if session is not None and self._generations.get(worker_id) != session.info.generation:
+            self._generations[worker_id] = session.info.generation
+            self._health.forget(worker_id)
+        self._call_next()

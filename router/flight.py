@@ -1,0 +1,239 @@
+"""One request on its way through the router: what came in, what became of it so far, and what its client gets. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.errors import HeadraceError, InternalError
+from headrace.values import (
+    FinishReason,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SequenceOutput,
+    Timeline,
+    TokenLogprobs,
+    Usage,
+)
+from router.placement import Placed, Why
+from router.retry import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated request as an edge hands it over. `sampling.seed` is drawn already; sample i differs by its index.
+
+    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit.
+    """
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    seconds_left: float | None = None
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """The worker's timeline and the router's own part."""
+
+    worker: Timeline
+    router_queue_seconds: float
+    decode_worker: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New output of sample `index`. `text` may lag `token_ids` by what may still become a stop string; the last piece of
+    a sample flushes it and carries `finish` ("stop" or "length"). The last piece of the request carries usage and
+    timeline. Usage counts, for a stop string, the tokens up to the one that completed it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: str | None = None
+    usage: Usage | None = None
+    timeline: RequestTimeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a request ran where it ran, an entry for each placement, and what became of it."""
+
+    request_id: str
+    whys: tuple[Why, ...]
+    outcome: str
+    usage: Usage
+    timeline: RequestTimeline
+
+
+class Delta(Protocol):
+    """`num_consumed` tokens were used: fewer than pushed only when `stopped`, by a stop string."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def num_consumed(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TextStream(Protocol):
+    """The text of one sample: whole characters, and nothing that may still become a stop string."""
+
+    def push(self, token_ids: Sequence[int], /) -> Delta: ...
+    def flush(self) -> Delta: ...
+
+
+class _Sample:
+    """One of a request's n answers. `num_tokens` are the client's, `num_generated` the worker's: a stop string ends the
+    first before the second."""
+
+    __slots__ = ("finish", "num_generated", "num_tokens", "text")
+
+    def __init__(self, text: TextStream) -> None:
+        self.text = text
+        self.num_tokens = 0
+        self.num_generated = 0
+        self.finish: str | None = None
+
+
+class Flight:
+    """Mutable; owned by the `Requests.stream` that carries it."""
+
+    def __init__(self, job: Job, key: RequestKey, open_text: Callable[[], TextStream], now: float) -> None:
+        self.job = job
+        self.key = key
+        self.began = now
+        self.deadline = now
+        self.queue_seconds = 0.0
+        self.placed: Placed | None = None
+        self.excluded: frozenset[str] = frozenset()
+        self.first_error: HeadraceError | None = None
+        self.whys: list[Why] = []
+        self.outcome = "cancelled"
+        self.cached_tokens = 0
+        self.first_token_at: float | None = None
+        self.num_counted = 0
+        self.ended_by_worker = False
+        self._worker_timeline = Timeline()
+        self._samples = [_Sample(open_text()) for _ in range(job.n)]
+        self._num_open = job.n
+        self._num_open_on_worker = job.n
+
+    @property
+    def done(self) -> bool:
+        """Every sample has its finish."""
+        return not self._num_open
+
+    @property
+    def decode(self) -> str:
+        return self.placed.decode.worker_id if self.placed is not None else ""
+
+    @property
+    def prefill(self) -> str | None:
+        return self.placed.prefill.worker_id if self.placed is not None and self.placed.prefill is not None else None
+
+    @property
+    def num_generated(self) -> int:
+        return sum(sample.num_generated for sample in self._samples)
+
+    def progress(self) -> Progress:
+        return Progress(self.key, self.decode, self.num_generated, self.excluded)
+
+    def usage(self) -> Usage:
+        completion = sum(sample.num_tokens for sample in self._samples)
+        return Usage(len(self.job.prompt_token_ids), completion, self.cached_tokens)
+
+    def timeline(self) -> RequestTimeline:
+        return RequestTimeline(self._worker_timeline, self.queue_seconds, self.decode, self.key.attempt)
+
+    def explanation(self) -> Explanation:
+        return Explanation(self.job.request_id, tuple(self.whys), self.outcome, self.usage(), self.timeline())
+
+    def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:
+        """The client's pieces of what the worker said: one for each sample that has something new."""
+        if len(outputs) == 1:
+            return self._relay_sample(outputs[0].index, outputs)
+        by_sample: dict[int, list[SequenceOutput]] = {}
+        for output in outputs:
+            by_sample.setdefault(output.index, []).append(output)
+        return [piece for index, group in by_sample.items() for piece in self._relay_sample(index, group)]
+
+    def _relay_sample(self, index: int, outputs: list[SequenceOutput]) -> list[Piece]:
+        last = outputs[-1]
+        if len(outputs) == 1:
+            token_ids, logprobs = last.token_ids, last.logprobs
+        else:
+            token_ids = tuple(token for output in outputs for token in output.token_ids)
+            logprobs = tuple(entry for output in outputs for entry in output.logprobs)
+        for output in outputs:
+            if output.usage is not None:
+                self.cached_tokens = output.usage.cached_tokens
+            if output.timeline is not None:
+                self._worker_timeline = output.timeline
+        if not 0 <= index < len(self._samples):
+            raise InternalError(f"the worker answered sample {index} of {len(self._samples)}", index=index)
+        sample = self._samples[index]
+        sample.num_generated += len(token_ids)
+        if sample.num_generated != last.num_generated:
+            raise InternalError(
+                f"the worker's tokens of sample {index} do not add up",
+                counted=sample.num_generated,
+                reported=last.num_generated,
+            )
+        if last.finish is not None:
+            self._num_open_on_worker -= 1
+            self.ended_by_worker = not self._num_open_on_worker
+        if sample.finish is not None:
+            return []
+        return self._piece(index, sample, token_ids, logprobs, last.finish)
+
+    def _piece(
+        self,
+        index: int,
+        sample: _Sample,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        ending: FinishReason | None,
+    ) -> list[Piece]:
+        # A token that ends the sample by its id is the client's, and counted, but it is not text.
+        delta = sample.text.push(token_ids[:-1] if ending is FinishReason.STOP else token_ids)
+        text = delta.text
+        if delta.stopped:
+            token_ids, logprobs = token_ids[: delta.num_consumed], logprobs[: delta.num_consumed]
+            sample.finish = FinishReason.STOP.value
+        elif ending is not None:
+            tail = sample.text.flush()
+            text += tail.text
+            sample.finish = FinishReason.STOP.value if tail.stopped else ending.value
+        sample.num_tokens += len(token_ids)
+        if sample.finish is None:
+            return [Piece(index, text, token_ids, logprobs)]
+        self._num_open -= 1
+        if self._num_open:
+            return [Piece(index, text, token_ids, logprobs, sample.finish)]
+        return [Piece(index, text, token_ids, logprobs, sample.finish, self.usage(), self.timeline())]
+
+    def request(self, now: float, local_prefill_max_tokens: int) -> Request:
+        """What is submitted for this attempt."""
+        job = self.job
+        return Request(
+            key=self.key,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            n=job.n,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+            seconds_left=max(self.deadline - now, 0.0),
+            local_prefill_max_tokens=local_prefill_max_tokens,
+            prefill=self.placed.prefill.target if self.placed is not None and self.placed.prefill else None,
+            traceparent=job.traceparent,
+        )

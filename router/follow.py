@@ -1,0 +1,192 @@
+"""From Redis to the index and the sessions: finds workers by their leases, follows their events (design 5.4).
+
+One loop: leases every second, and between them one blocking read of all workers' event streams. While Redis is slow,
+frozen, flushed or away, the mirror stays as it is and serving goes on from it; what was missed meanwhile shows as a gap
+or as a snapshot that is ahead, and that worker alone is read again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+from prometheus_client import Counter, Gauge
+
+from headrace import metrics
+from headrace.clock import Clock
+from headrace.errors import Unavailable
+from headrace.keys import SNAPSHOT_META_FIELD, Keys, decode_batch, decode_meta, parse_snapshot
+from router.index import Followed, Index, Outdated, Resync
+from router.sessions import Sessions
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SCAN_SECONDS = 1.0
+READ_COUNT = 256
+FROM_THE_START = b"0-0"
+
+_RESYNCS = Counter(metrics.INDEX_RESYNCS, "Times a worker's part of the index was read again.", ["reason"])
+_BLOCKS = Gauge(metrics.INDEX_BLOCKS, "Blocks in the mirror of the index.", ["worker"])
+
+
+class Store(Protocol):
+    """The budgeted way to Redis: raises Unavailable when it does not answer in time."""
+
+    async def call(self, operation: Callable[[Any], Awaitable[T]], *, wait_seconds: float = 0.0) -> T: ...
+
+
+class Follow:
+    """Owns the reading positions; alone feeds the index, and tells the sessions which addresses to seek.
+
+    `fixed`: addresses of workers that are sought whether or not they hold a lease.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        index: Index,
+        sessions: Sessions,
+        clock: Clock,
+        *,
+        fixed: Iterable[str] = (),
+        scan_seconds: float = SCAN_SECONDS,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._index = index
+        self._sessions = sessions
+        self._clock = clock
+        self._fixed = frozenset(fixed)
+        self._scan_seconds = scan_seconds
+        self._addresses: dict[str, str] = {}
+        self._positions: dict[str, bytes] = {}
+        self._behind: dict[str, tuple[int, int]] = {}
+        sessions.seek(self._fixed)
+        sessions.listen(self._heard_of)
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        while True:
+            scanned_at = self._clock.now()
+            try:
+                await self.scan()
+                while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
+                    await self.read(left)
+            except Unavailable as error:
+                log.warning("following the index without Redis: %s", error)
+                await asyncio.sleep(self._scan_seconds / 2)
+
+    async def scan(self) -> None:
+        """Who holds a lease, and how far each snapshot is; reads again whoever the mirror is behind of."""
+        names = await self._store.call(self._lease_names)
+        workers = {self._keys.worker_of_lease(name): name for name in names}
+        replies = await self._store.call(lambda redis: self._ask_all(redis, workers))
+        leased = {worker: fields for worker, (fields, _) in replies.items() if b"address" in fields}
+        self._addresses = {worker: fields[b"address"].decode() for worker, fields in leased.items()}
+        self._sessions.seek({*self._addresses.values(), *self._fixed})
+        self._forget_the_gone()
+        for worker, fields in leased.items():
+            if b"generation" in fields:
+                self._index.expect(worker, int(fields[b"generation"]))
+        for worker, (_, meta) in replies.items():
+            if meta is not None and self._is_behind(worker, decode_meta(meta)):
+                await self._resync(worker, "behind")
+        for worker in self._index.workers:
+            _BLOCKS.labels(worker).set(self._index.num_blocks(worker))
+
+    async def read(self, seconds: float) -> None:
+        """Waits up to `seconds` for events of any followed worker, and follows those that came."""
+        if not self._positions:
+            await asyncio.sleep(seconds)
+            return
+        streams = {self._keys.events(worker): position for worker, position in self._positions.items()}
+        block = max(int(seconds * 1000), 1)
+        entries = await self._store.call(
+            lambda redis: redis.xread(streams, count=READ_COUNT, block=block), wait_seconds=seconds
+        )
+        workers = {self._keys.events(worker).encode(): worker for worker in self._positions}
+        for stream, batches in entries or ():
+            await self._follow(workers[stream], batches)
+
+    async def _follow(self, worker: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        for position, fields in entries:
+            self._positions[worker] = position
+            try:
+                (raw,) = fields.values()
+                outcome = self._index.apply(worker, decode_batch(raw))
+            except ValueError as error:
+                log.error("events of %s cannot be read: %s", worker, error)
+                outcome = Resync(worker, "unknown")
+            match outcome:
+                case Followed() | Outdated():
+                    pass
+                case Resync(reason=reason):
+                    await self._resync(worker, reason)
+                    return
+
+    async def _resync(self, worker: str, reason: str) -> None:
+        """Reads the worker's snapshot, and where its stream stood then, in one transaction; follows from there."""
+        _RESYNCS.labels(reason).inc()
+        fields, last = await self._store.call(lambda redis: self._snapshot(redis, worker))
+        snapshot = parse_snapshot(fields)
+        if snapshot is None:
+            self._positions.pop(worker, None)
+            return
+        for _ in self._index.bootstrap(worker, snapshot):
+            await asyncio.sleep(0)
+        self._positions[worker] = last[0][0] if last else FROM_THE_START
+        self._behind.pop(worker, None)
+        log.info("index of %s read again (%s): %d blocks", worker, reason, self._index.num_blocks(worker))
+
+    def _is_behind(self, worker: str, there: tuple[int, int]) -> bool:
+        """Whether the mirror missed something for good: events in flight are given a scan's time to arrive."""
+        here = self._index.position(worker)
+        if here is None or worker not in self._positions:
+            return True
+        if here >= there:
+            self._behind.pop(worker, None)
+            return False
+        since = self._behind.get(worker)
+        if since is None:
+            self._behind[worker] = there
+            return False
+        return here < since
+
+    def _forget_the_gone(self) -> None:
+        """A worker without a lease and without a session is gone; with either of them it is not."""
+        live = {session.info.worker_id for session in self._sessions.live()}
+        for worker in self._index.workers:
+            if worker not in live and worker not in self._addresses:
+                self._index.drop(worker)
+                self._positions.pop(worker, None)
+                self._behind.pop(worker, None)
+                _BLOCKS.remove(worker)
+
+    def _heard_of(self, worker_id: str) -> None:
+        """The session knows a new generation before Redis does."""
+        session = self._sessions.find(worker_id)
+        if session is not None:
+            self._index.expect(worker_id, session.info.generation)
+
+    async def _lease_names(self, redis: Any) -> list[str]:
+        return [name.decode() async for name in redis.scan_iter(match=self._keys.lease_pattern, count=1000)]
+
+    async def _ask_all(self, redis: Any, workers: dict[str, str]) -> dict[str, tuple[dict[bytes, bytes], bytes | None]]:
+        """Lease and snapshot position of every worker, in one round trip."""
+        if not workers:
+            return {}
+        async with redis.pipeline(transaction=False) as pipe:
+            for worker, lease in workers.items():
+                pipe.hgetall(lease)
+                pipe.hget(self._keys.blocks(worker), SNAPSHOT_META_FIELD)
+            replies = await pipe.execute()
+        return dict(zip(workers, zip(replies[::2], replies[1::2], strict=True), strict=True))
+
+    async def _snapshot(self, redis: Any, worker: str) -> tuple[dict[bytes, bytes], list[Any]]:
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self._keys.blocks(worker))
+            pipe.xrevrange(self._keys.events(worker), count=1)
+            fields, last = await pipe.execute()
+        return fields, last

@@ -1,0 +1,151 @@
+"""From the sessions to the requests: what workers said to one request, until it takes it; and how often it is woken.
+
+First tokens, finishes and failures wake their request at once. Between them, and only while this process is short of
+CPU, a stream is woken at most every `coalesce_seconds`, with all its tokens since: the cost of a message to a client is
+many times that of a token in it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.errors import HeadraceError, Overloaded
+from headrace.values import RequestKey, SequenceOutput
+
+MAX_PENDING_OUTPUTS = 8192
+WAKES_PER_TURN = 32
+BUSY_WINDOW_SECONDS = 0.25
+BUSY_ON, BUSY_OFF = 0.6, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The decode worker keeps the request and asks for another prefill worker."""
+
+    worker_id: str
+    error: HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The request holds nothing on its decode worker any more: refused, failed, or the worker itself is gone."""
+
+    error: HeadraceError
+
+
+Said = SequenceOutput | PeerFailed | GivenUp
+
+
+class Pacer:
+    """Decides when a mailbox with new tokens wakes its request. One per router, on its event loop."""
+
+    def __init__(
+        self,
+        coalesce_seconds: float,
+        loop: asyncio.AbstractEventLoop,
+        cpu_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._coalesce_seconds = coalesce_seconds
+        self._loop = loop
+        self._cpu_seconds = cpu_seconds
+        self._window_start = loop.time()
+        self._window_cpu = cpu_seconds()
+        self._num_fed = 0
+        self._num_behind = 0
+        self._due: deque[tuple[float, Mailbox]] = deque()
+        self._timer: asyncio.Handle | None = None
+        self.coalescing = False
+
+    def fed(self, mailbox: "Mailbox", *, behind: bool) -> None:
+        """The mailbox got tokens that may wait; `behind`: its request has not taken the ones before yet."""
+        if self._coalesce_seconds == 0:
+            mailbox.wake()
+            return
+        now = self._loop.time()
+        self._num_fed += 1
+        self._num_behind += behind
+        if now - self._window_start >= BUSY_WINDOW_SECONDS:
+            self._judge(now)
+        if not self.coalescing:
+            mailbox.wake()
+        elif not behind:
+            self._due.append((now + self._coalesce_seconds, mailbox))
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._due[0][0], self._turn)
+
+    def _judge(self, now: float) -> None:
+        """Busy is what this process uses of a core; where others share the core, requests that lag behind tell it."""
+        cpu = self._cpu_seconds()
+        busy = (cpu - self._window_cpu) / (now - self._window_start)
+        lagging = self._num_behind > self._num_fed / 8
+        if self.coalescing:
+            self.coalescing = busy > BUSY_OFF
+        else:
+            self.coalescing = busy > BUSY_ON or (lagging and busy > BUSY_OFF)
+        self._window_start, self._window_cpu = now, cpu
+        self._num_fed = self._num_behind = 0
+
+    def _turn(self) -> None:
+        """Wakes what is due, a few at a time: sockets are served between two turns."""
+        self._timer = None
+        now = self._loop.time()
+        for _ in range(WAKES_PER_TURN):
+            if not self._due or self._due[0][0] > now:
+                break
+            self._due.popleft()[1].wake()
+        if self._due:
+            if self._due[0][0] <= now:
+                self._timer = self._loop.call_soon(self._turn)
+            else:
+                self._timer = self._loop.call_at(self._due[0][0], self._turn)
+
+
+class Mailbox:
+    """Owned by one request, which alone takes; the session of its decode worker alone feeds.
+
+    `key` names the attempt that counts: what is said of an older one is dropped by the session.
+    """
+
+    __slots__ = ("_items", "_overflowed", "_pacer", "_started", "_waiter", "key")
+
+    def __init__(self, key: RequestKey, pacer: Pacer) -> None:
+        self.key = key
+        self._pacer = pacer
+        self._items: list[Said] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._started = False
+        self._overflowed = False
+
+    def feed(self, said: Said) -> None:
+        """Adds, and never blocks. A client that does not read loses its request rather than the router its memory."""
+        behind = bool(self._items)
+        if len(self._items) >= MAX_PENDING_OUTPUTS:
+            if not self._overflowed:
+                self._overflowed = True
+                reason = f"the client does not read: {MAX_PENDING_OUTPUTS} outputs wait for it"
+                self._items.append(GivenUp(Overloaded(reason, limit=MAX_PENDING_OUTPUTS)))
+                self.wake()
+            return
+        self._items.append(said)
+        if self._started and isinstance(said, SequenceOutput) and said.finish is None:
+            self._pacer.fed(self, behind=behind)
+        else:
+            self._started = True
+            self.wake()
+
+    async def take(self) -> list[Said]:
+        """Everything said since the last take, in order; waits until there is something."""
+        if not self._items or (self._waiter is not None and not self._waiter.done()):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,269 @@
+"""A worker without an engine: a real grpc.aio server that speaks Worker.Session, for tests and bench-stream.
+
+By hand, a test reads what the router sent (`submits`, `cancels`, `places`) and says what the worker says (`emit`,
+`reject`, `lose_peer`, `report`). With `auto=True` it answers by itself: every step sends one message that carries one
+token of each running sequence, as an engine would.
+
+    python -m tests.null_worker --step-seconds 0       # prints its address, serves until its input ends
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from headrace import wire
+from headrace.costmodel import CostModel
+from headrace.errors import HeadraceError
+from headrace.v1 import worker_pb2, worker_pb2_grpc
+from headrace.values import (
+    Capacity,
+    Compatibility,
+    FinishReason,
+    Load,
+    LoadReport,
+    ParallelLayout,
+    Request,
+    RequestKey,
+    Role,
+    SequenceOutput,
+    Timeline,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+)
+
+
+def worker_info(
+    worker_id: str = "null",
+    role: Role = Role.UNIFIED,
+    *,
+    address: str = "",
+    generation: int = 1,
+    block_size: int = 32,
+    max_num_seqs: int = 64,
+    num_blocks: int = 4096,
+    revision: str = "r1",
+    cost: CostModel | None = None,
+) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker_id,
+        generation=generation,
+        role=role,
+        address=address,
+        compatibility=Compatibility(
+            model="null",
+            revision=revision,
+            tokenizer="t1",
+            chat_template="c1",
+            dtype="float32",
+            kv_dtype="float32",
+            block_size=block_size,
+        ),
+        layout=ParallelLayout(),
+        capacity=Capacity(
+            num_blocks=num_blocks,
+            block_bytes=4096,
+            max_num_seqs=max_num_seqs,
+            max_context_tokens=65536,
+            max_step_tokens=2048,
+            vocab_size=32000,
+        ),
+        model_path="",
+        cost=cost or CostModel(),
+    )
+
+
+@dataclass
+class _Running:
+    key: RequestKey
+    num_samples: int
+    num_prompt_tokens: int
+    max_tokens: int
+    num_generated: int = 0
+
+
+class NullWorker:
+    """Serves while its `async with` block lasts, on a port given by the OS. Owns all that a router told it."""
+
+    def __init__(
+        self, info: WorkerInfo | None = None, *, auto: bool = False, step_seconds: float = 0.0, first_token: int = 100
+    ) -> None:
+        self.info = info or worker_info()
+        self.submits: asyncio.Queue[Request] = asyncio.Queue()
+        self.cancels: asyncio.Queue[RequestKey] = asyncio.Queue()
+        self.places: asyncio.Queue[tuple[RequestKey, str | None]] = asyncio.Queue()
+        self.routers: list[str] = []
+        self.muted = False
+        self._auto = auto
+        self._step_seconds = step_seconds
+        self._first_token = first_token
+        self._outboxes: list[asyncio.Queue[worker_pb2.WorkerMessage]] = []
+        self._running: dict[str, _Running] = {}
+        self._has_work = asyncio.Event()
+        self._stepper: asyncio.Task[None] | None = None
+        self._server: Any = None
+
+    @property
+    def address(self) -> str:
+        return self.info.address
+
+    async def __aenter__(self) -> "NullWorker":
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        port = self._server.add_insecure_port(self.info.address or "127.0.0.1:0")
+        self.info = replace(self.info, address=f"127.0.0.1:{port}")
+        await self._server.start()
+        if self._auto:
+            self._stepper = asyncio.create_task(self._steps())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        """As a killed process: every stream breaks at once."""
+        if self._stepper is not None:
+            self._stepper.cancel()
+        await self._server.stop(None)
+
+    # What the router says
+
+    async def Session(
+        self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue(maxsize=4 if self._auto else 0)
+        reader = asyncio.create_task(self._listen(messages, outbox))
+        self._outboxes.append(outbox)
+        try:
+            while True:
+                message = await outbox.get()
+                if not self.muted:
+                    yield message
+        finally:
+            self._outboxes.remove(outbox)
+            reader.cancel()
+
+    async def _listen(
+        self, messages: AsyncIterator[worker_pb2.RouterMessage], outbox: "asyncio.Queue[worker_pb2.WorkerMessage]"
+    ) -> None:
+        async for message in messages:
+            match message.WhichOneof("kind"):
+                case "hello":
+                    self.routers.append(message.hello.router_id)
+                    await outbox.put(worker_pb2.WorkerMessage(hello=wire.worker_to_pb(self.info)))
+                case "submit":
+                    self._take(wire.request_from_pb(message.submit))
+                case "cancel":
+                    self._running.pop(message.cancel.key.request_id, None)
+                    self.cancels.put_nowait(wire.key_from_pb(message.cancel.key))
+                case "place":
+                    prefill = message.place.prefill.worker_id if message.place.HasField("prefill") else None
+                    self.places.put_nowait((wire.key_from_pb(message.place.key), prefill))
+                case "ping":
+                    if not self._auto:
+                        await outbox.put(worker_pb2.WorkerMessage(pong=worker_pb2.Pong()))
+
+    def _take(self, request: Request) -> None:
+        if not self._auto:
+            self.submits.put_nowait(request)
+            return
+        running = _Running(request.key, request.n, request.num_prompt_tokens, request.sampling.max_tokens)
+        self._running[request.key.request_id] = running
+        self._has_work.set()
+
+    # What the worker says
+
+    def say(self, message: worker_pb2.WorkerMessage) -> None:
+        for outbox in self._outboxes:
+            outbox.put_nowait(message)
+
+    def emit(
+        self,
+        key: RequestKey,
+        token_ids: Sequence[int],
+        *,
+        num_generated: int,
+        index: int = 0,
+        finish: FinishReason | None = None,
+        usage: Usage | None = None,
+        timeline: Timeline | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        output = SequenceOutput(key, index, tuple(token_ids), num_generated, logprobs, finish, usage, timeline)
+        self.say_outputs([output])
+
+    def say_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
+        outputs_pb = worker_pb2.StepOutputs(outputs=map(wire.output_to_pb, outputs))
+        self.say(worker_pb2.WorkerMessage(outputs=outputs_pb))
+
+    def reject(self, key: RequestKey, error: HeadraceError) -> None:
+        rejected = worker_pb2.Rejected(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
+        self.say(worker_pb2.WorkerMessage(rejected=rejected))
+
+    def lose_peer(self, key: RequestKey, worker_id: str, reason: str = "the link closed") -> None:
+        lost = worker_pb2.PeerLost(key=wire.key_to_pb(key), worker_id=worker_id, generation=1, reason=reason)
+        self.say(worker_pb2.WorkerMessage(peer_lost=lost))
+
+    def report(
+        self, total: Load, yours: Load | None = None, *, free_blocks: int = 4096, draining: bool = False
+    ) -> None:
+        report = LoadReport(total, yours or Load(), self.info.cost, self.info.role, free_blocks, draining)
+        self.say(worker_pb2.WorkerMessage(load=wire.report_to_pb(report)))
+
+    async def _steps(self) -> None:
+        """One message a step; flow control of the stream is the only brake when step_seconds is 0."""
+        while True:
+            await self._has_work.wait()
+            if not self._running:
+                self._has_work.clear()
+                continue
+            message = worker_pb2.WorkerMessage(outputs=worker_pb2.StepOutputs(outputs=self._step()))
+            for outbox in self._outboxes:
+                await outbox.put(message)
+            await asyncio.sleep(self._step_seconds)
+
+    def _step(self) -> list[worker_pb2.SequenceOutput]:
+        outputs = []
+        for request_id, running in list(self._running.items()):
+            running.num_generated += 1
+            count = running.num_generated
+            last = count == running.max_tokens
+            for index in range(running.num_samples):
+                output = worker_pb2.SequenceOutput(
+                    key=wire.key_to_pb(running.key),
+                    index=index,
+                    token_ids=[self._first_token + count % 1000],
+                    num_generated=count,
+                    finish="length" if last else "",
+                )
+                if count == 1 and index == 0:
+                    output.usage.prompt_tokens = running.num_prompt_tokens
+                if last and index == running.num_samples - 1:
+                    output.timeline.SetInParent()
+                outputs.append(output)
+            if last:
+                del self._running[request_id]
+        return outputs
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    arguments = parser.parse_args()
+    info = worker_info(max_num_seqs=arguments.max_num_seqs)
+    async with NullWorker(info, auto=True, step_seconds=arguments.step_seconds) as worker:
+        print(worker.address, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,88 @@
+"""A router's core before null workers, over real gRPC: what most tests of sessions and requests need."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headrace.clock import Clock, SystemClock
+from headrace.values import SamplingParams
+from router.detokenize import Characters, Pieces, TextStream
+from router.flight import Job, Piece
+from router.index import Index
+from router.mailbox import Pacer
+from router.requests import Requests
+from router.sessions import Sessions
+from tests.null_worker import NullWorker
+
+PIECES = Pieces(lambda token_id: chr(token_id).encode())
+
+
+def open_text(job: Job) -> TextStream:
+    """Token ids are code points."""
+    return TextStream(Characters(PIECES), job.stop, job.sampling.min_tokens)
+
+
+def job(request_id: str = "r", *, prompt: int = 10, max_tokens: int = 8, **fields: object) -> Job:
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Job(request_id, "null", tuple(range(prompt)), sampling, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class Stage:
+    requests: Requests
+    sessions: Sessions
+    index: Index
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns as soon as the condition holds; looked at whenever a session begins, reports or ends."""
+        happened = asyncio.Event()
+        self.sessions.listen(lambda worker_id: happened.set())
+        while not condition():
+            await asyncio.wait_for(happened.wait(), 20)
+            happened.clear()
+
+    async def until_live(self, *workers: NullWorker) -> None:
+        await self.until(lambda: all(self.sessions.find(w.info.worker_id) is not None for w in workers))
+
+
+@asynccontextmanager
+async def stage(
+    *workers: NullWorker,
+    clock: Clock | None = None,
+    silent_seconds: float = 5.0,
+    heartbeat_seconds: float = 0.5,
+    max_queue: int = 16,
+    coalesce_seconds: float = 0.0,
+    request_seconds: float = 60.0,
+    local_prefill_max_tokens: int = 0,
+) -> AsyncIterator[Stage]:
+    clock = clock or SystemClock()
+    sessions = Sessions("t", clock, heartbeat_seconds=heartbeat_seconds, silent_seconds=silent_seconds)
+    index = Index()
+    requests = Requests(
+        router_id="t",
+        sessions=sessions,
+        index=index,
+        open_text=open_text,
+        pacer=Pacer(coalesce_seconds, asyncio.get_running_loop()),
+        clock=clock,
+        randomness=random.Random(1),
+        max_queue=max_queue,
+        request_seconds=request_seconds,
+        local_prefill_max_tokens=local_prefill_max_tokens,
+    )
+    sessions.seek([worker.address for worker in workers])
+    keeping = asyncio.create_task(sessions.run())
+    try:
+        on_stage = Stage(requests, sessions, index)
+        await on_stage.until_live(*workers)
+        yield on_stage
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+
+async def collect(stream: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in stream]

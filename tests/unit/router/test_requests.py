@@ -1,0 +1,413 @@
+"""The life of a request before scripted workers, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from headrace.blocks import BlockHasher
+from headrace.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NoWorkers,
+    Overloaded,
+    WorkerLost,
+)
+from headrace.keys import Snapshot, Tier
+from headrace.values import (
+    FinishReason,
+    Load,
+    Request,
+    RequestKey,
+    Role,
+    SamplingParams,
+    Timeline,
+    TokenLogprobs,
+    Usage,
+)
+from router.flight import Piece
+from tests.null_worker import NullWorker, worker_info
+from tests.unit.router.stage import Stage, collect, job, stage
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def ids(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+async def begin(on: Stage, worker: NullWorker, **fields: object) -> tuple["asyncio.Task[list[Piece]]", Request]:
+    """A stream that is collected in the background, and its request as it reached the worker."""
+    task = asyncio.create_task(collect(on.requests.stream(job(**fields))))
+    return task, await asyncio.wait_for(worker.submits.get(), 10)
+
+
+def pair() -> tuple[NullWorker, NullWorker]:
+    return NullWorker(worker_info("p", Role.PREFILL)), NullWorker(worker_info("d", Role.DECODE))
+
+
+async def test_tokens_become_pieces_and_the_last_one_carries_usage_and_timeline() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, max_tokens=3)
+        assert request.prompt_token_ids == tuple(range(10))
+        worker.emit(request.key, ids("a"), num_generated=1, usage=Usage(10, 1, 4))
+        worker.emit(request.key, ids("bc"), num_generated=3, finish=LENGTH, timeline=Timeline(decode_seconds=2.0))
+        pieces = await task
+        assert "".join(piece.text for piece in pieces) == "abc"
+        assert [token for piece in pieces for token in piece.token_ids] == ids("abc")
+        assert [piece.finish for piece in pieces][-1] == "length"
+        assert pieces[-1].usage == Usage(10, 3, 4)
+        assert pieces[-1].timeline is not None
+        assert pieces[-1].timeline.worker.decode_seconds == 2.0
+        assert pieces[-1].timeline.decode_worker == "null"
+        assert on.requests.num_in_flight == 0
+
+
+async def test_a_token_that_ends_by_its_id_is_counted_but_is_no_text() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        worker.emit(request.key, ids("hi\x02"), num_generated=3, finish=STOP, usage=Usage(10))
+        (piece,) = await task
+        assert (piece.text, piece.finish, piece.usage) == ("hi", "stop", Usage(10, 3, 0))
+
+
+async def test_case_41_a_stop_string_over_a_chunk_border_never_leaks_and_cancels_on_the_worker() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, stop=("own fox",), max_tokens=50)
+        worker.emit(request.key, ids("brown"), num_generated=5, usage=Usage(10))
+        worker.emit(request.key, ids(" fox jumps"), num_generated=15)
+        pieces = await task
+        assert "".join(piece.text for piece in pieces) == "br"
+        assert pieces[-1].finish == "stop"
+        assert pieces[-1].usage == Usage(10, 9, 0)
+        assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key
+
+
+async def test_a_stop_string_that_never_completes_is_flushed_with_the_last_piece() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, stop=("own fox",))
+        worker.emit(request.key, ids("own fo"), num_generated=6, finish=LENGTH, usage=Usage(10))
+        assert "".join(piece.text for piece in await task) == "own fo"
+
+
+async def test_case_24_samples_are_interleaved_each_with_one_finish_and_the_prompt_counted_once() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, n=3)
+        assert request.n == 3
+        for index in range(3):
+            worker.emit(request.key, ids("x"), num_generated=1, index=index, usage=Usage(10) if index == 0 else None)
+        for index in (2, 0, 1):
+            worker.emit(request.key, ids(str(index)), num_generated=2, index=index, finish=LENGTH)
+        pieces = await task
+        for index in range(3):
+            mine = [piece for piece in pieces if piece.index == index]
+            assert "".join(piece.text for piece in mine) == f"x{index}"
+            assert [piece.finish for piece in mine if piece.finish] == ["length"]
+        assert [piece.usage for piece in pieces if piece.usage] == [Usage(10, 6, 0)]
+
+
+async def test_one_sample_stopped_by_a_string_leaves_the_others_running() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, n=2, stop=("!",))
+        worker.emit(request.key, ids("a!"), num_generated=2, index=0, usage=Usage(10))
+        worker.emit(request.key, ids("zz"), num_generated=4, index=0)
+        worker.emit(request.key, ids("b"), num_generated=1, index=1)
+        worker.emit(request.key, ids("z"), num_generated=5, index=0, finish=LENGTH)
+        worker.emit(request.key, ids("c"), num_generated=2, index=1, finish=LENGTH)
+        pieces = await task
+        assert [("".join(p.text for p in pieces if p.index == i)) for i in (0, 1)] == ["a", "bc"]
+        assert pieces[-1].usage == Usage(10, 4, 0)
+        assert worker.cancels.empty()
+
+
+async def test_logprobs_follow_their_tokens_also_over_merged_messages_and_a_stop() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, stop=("c",), sampling=SamplingParams(max_tokens=9, num_logprobs=0))
+        for number, token in enumerate(ids("abcd"), 1):
+            worker.emit(request.key, [token], num_generated=number, logprobs=(TokenLogprobs(token, -1.0),))
+        pieces = await task
+        assert [entry.token_id for piece in pieces for entry in piece.logprobs] == ids("abc")
+
+
+async def test_case_44_closing_the_stream_cancels_on_the_worker_and_frees_the_ledger() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        stream = on.requests.stream(job())
+        assert isinstance(stream, AsyncGenerator)
+        first = asyncio.ensure_future(anext(stream))
+        request = await asyncio.wait_for(worker.submits.get(), 10)
+        worker.emit(request.key, ids("a"), num_generated=1, usage=Usage(10))
+        await first
+        assert on.requests.num_in_flight == 1
+        await stream.aclose()
+        assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key
+        assert on.requests.num_in_flight == 0
+
+
+async def test_case_44_cancelling_before_the_first_token_cancels_on_the_worker_too() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        task.cancel()
+        assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert on.requests.num_in_flight == 0
+
+
+async def test_the_deadline_ends_the_request_and_cancels_on_the_worker() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, seconds_left=0.2)
+        assert request.seconds_left is not None
+        assert 0 < request.seconds_left <= 0.2
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+            await task
+        assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key
+
+
+async def test_nobody_to_serve_is_a_503_with_a_time_to_come_back() -> None:
+    async with stage() as on:
+        with pytest.raises(NoWorkers) as caught:
+            await collect(on.requests.stream(job()))
+        assert caught.value.retry_after_seconds == 2.0
+
+
+async def test_a_pair_prefills_on_the_one_and_decodes_on_the_other() -> None:
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        task, request = await begin(on, decode, request_id="mine")
+        assert request.prefill is not None
+        assert (request.prefill.worker_id, request.prefill.address) == ("p", prefill.address)
+        decode.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await task
+        explanation = on.requests.why("mine")
+        assert explanation is not None
+        assert explanation.outcome == "finished"
+        chosen = explanation.whys[0].chosen
+        assert chosen is not None
+        assert (chosen.decode, chosen.prefill) == ("d", "p")
+        assert {(c.worker_id, c.role) for c in explanation.whys[0].candidates} == {("p", "prefill"), ("d", "decode")}
+
+
+async def test_a_lost_prefill_worker_is_replaced_under_the_next_attempt() -> None:
+    prefill, decode = pair()
+    other = NullWorker(worker_info("q", Role.PREFILL))
+    async with prefill, other, decode, stage(prefill, other, decode) as on:
+        task, request = await begin(on, decode)
+        assert request.prefill is not None
+        decode.lose_peer(request.key, request.prefill.worker_id)
+        key, placed = await asyncio.wait_for(decode.places.get(), 10)
+        assert key == RequestKey(request.key.request_id, 2)
+        assert {placed, request.prefill.worker_id} == {"p", "q"}
+        decode.emit(request.key, ids("x"), num_generated=1)  # the old attempt: dropped
+        decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        (piece,) = await task
+        assert piece.text == "a"
+        assert piece.timeline is not None
+        assert piece.timeline.attempts == 2
+
+
+async def test_without_another_prefill_worker_decode_prefills_alone() -> None:
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        task, request = await begin(on, decode)
+        decode.lose_peer(request.key, "p")
+        key, placed = await asyncio.wait_for(decode.places.get(), 10)
+        assert placed is None
+        decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        assert (await task)[-1].text == "a"
+
+
+async def test_a_worker_lost_before_the_first_token_is_invisible() -> None:
+    first, second = NullWorker(worker_info("a")), NullWorker(worker_info("b"))
+    async with first, second, stage(first, second) as on:
+        task = asyncio.create_task(collect(on.requests.stream(job())))
+        submits = [asyncio.create_task(worker.submits.get()) for worker in (first, second)]
+        (done,), (waits,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
+        dying, living = (first, second) if done is submits[0] else (second, first)
+        await dying.die()
+        request = await asyncio.wait_for(waits, 10)
+        assert request.key.attempt == 2
+        living.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        assert (await task)[-1].text == "a"
+
+
+async def test_case_45_a_worker_lost_after_tokens_is_an_error_and_no_finish() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in on.requests.stream(job(max_tokens=50)):
+                pieces.append(piece)
+                if len(pieces) == 1:
+                    await worker.die()
+
+        task = asyncio.create_task(read())
+        request = await asyncio.wait_for(worker.submits.get(), 10)
+        worker.emit(request.key, ids("a"), num_generated=1, usage=Usage(10))
+        with pytest.raises(WorkerLost, match="null"):
+            await task
+        assert [piece.finish for piece in pieces] == [None]
+        assert on.requests.num_in_flight == 0
+
+
+async def test_a_full_worker_sends_the_request_on_to_another() -> None:
+    first, second = NullWorker(worker_info("a")), NullWorker(worker_info("b"))
+    async with first, second, stage(first, second) as on:
+        task = asyncio.create_task(collect(on.requests.stream(job())))
+        submits = [asyncio.create_task(worker.submits.get()) for worker in (first, second)]
+        (done,), (waits,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
+        full, other = (first, second) if done is submits[0] else (second, first)
+        full.reject(done.result().key, Overloaded("the backlog is full", limit=8))
+        request = await asyncio.wait_for(waits, 10)
+        other.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await task
+
+
+async def test_a_refusal_that_no_retry_can_mend_goes_to_the_client() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        worker.reject(request.key, InvalidRequest.out_of_range("logit_bias", 99999, "a token id"))
+        with pytest.raises(InvalidRequest) as caught:
+            await task
+        assert caught.value.field == "logit_bias"
+        assert worker.cancels.empty()
+
+
+async def test_case_10_client_errors_never_eject_a_worker() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        for _ in range(20):
+            task, request = await begin(on, worker)
+            worker.reject(request.key, InvalidRequest("too long", field="prompt"))
+            with pytest.raises(InvalidRequest):
+                await task
+        assert on.requests.view().workers[0].ejected_until == 0.0
+
+
+async def test_case_11_a_failing_worker_with_the_hottest_prefix_is_ejected() -> None:
+    broken, sound = NullWorker(worker_info("a", block_size=4)), NullWorker(worker_info("b", block_size=4))
+    async with broken, sound, stage(broken, sound) as on:
+        same = broken.info.compatibility
+        hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
+        held = tuple((block, Tier.DEVICE) for block in hasher.chain(range(400)))
+        assert list(on.index.bootstrap("a", Snapshot(1, 1, held))) == []
+
+        async def fail() -> None:
+            while True:
+                request = await broken.submits.get()
+                broken.reject(request.key, InternalError("it always fails"))
+
+        async def answer() -> None:
+            while True:
+                request = await sound.submits.get()
+                sound.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(400))
+
+        workers = [asyncio.create_task(fail()), asyncio.create_task(answer())]
+        failures = []
+        for number in range(8):
+            try:
+                await asyncio.wait_for(collect(on.requests.stream(job(prompt=400))), 10)
+            except InternalError:
+                failures.append(number)
+        for task in workers:
+            task.cancel()
+        assert failures == [0, 1, 2]
+        assert {w.worker_id: w.ejected_until > 0 for w in on.requests.view().workers} == {"a": True, "b": False}
+
+
+async def test_case_54_beyond_the_queue_requests_are_refused_with_a_time_to_come_back() -> None:
+    info = worker_info(max_num_seqs=1)
+    async with NullWorker(info) as worker, stage(worker, max_queue=2) as on:
+        tasks = [asyncio.create_task(collect(on.requests.stream(job(f"r{i}")))) for i in range(11)]
+        requests = [await asyncio.wait_for(worker.submits.get(), 10) for _ in range(9)]
+        assert on.requests.num_queued == 2
+        with pytest.raises(Overloaded) as caught:
+            await collect(on.requests.stream(job("late")))
+        assert caught.value.retry_after_seconds is not None
+        assert caught.value.retry_after_seconds >= 1
+        for request in requests:
+            worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        for _ in range(2):
+            request = await asyncio.wait_for(worker.submits.get(), 10)
+            worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await asyncio.gather(*tasks)
+        assert (on.requests.num_queued, on.requests.num_in_flight) == (0, 0)
+
+
+async def test_a_queued_request_whose_client_goes_away_or_whose_time_is_over_leaves_the_queue() -> None:
+    info = worker_info(max_num_seqs=1)
+    async with NullWorker(info) as worker, stage(worker, max_queue=4) as on:
+        running = [asyncio.create_task(collect(on.requests.stream(job(f"r{i}")))) for i in range(9)]
+        for _ in range(9):
+            await asyncio.wait_for(worker.submits.get(), 10)
+        gone = asyncio.create_task(collect(on.requests.stream(job("gone"))))
+        late = asyncio.create_task(collect(on.requests.stream(job("late", seconds_left=0.1))))
+        with pytest.raises(DeadlineExceeded):
+            await late
+        assert on.requests.num_queued == 1
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert on.requests.num_queued == 0
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        assert on.requests.num_in_flight == 0
+        task, _ = await begin(on, worker)
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_tokens_that_do_not_add_up_are_an_error_and_never_a_silent_gap() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        worker.emit(request.key, ids("a"), num_generated=2, usage=Usage(10))
+        with pytest.raises(InternalError, match="do not add up"):
+            await task
+
+
+async def test_two_requests_of_one_client_id_do_not_meet() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        one, first = await begin(on, worker, request_id="same")
+        two, second = await begin(on, worker, request_id="same")
+        assert first.key.request_id != second.key.request_id
+        worker.emit(second.key, ids("b"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        worker.emit(first.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        assert ((await one)[0].text, (await two)[0].text) == ("a", "b")
+
+
+async def test_a_worker_that_streams_by_itself_is_relayed_whole() -> None:
+    async with NullWorker(auto=True, first_token=0x100) as worker, stage(worker, coalesce_seconds=0.05) as on:
+        streams = [on.requests.stream(job(f"r{i}", max_tokens=200, n=1 + i % 2)) for i in range(16)]
+        for number, pieces in enumerate(await asyncio.gather(*map(collect, streams))):
+            for index in range(1 + number % 2):
+                tokens = [token for piece in pieces if piece.index == index for token in piece.token_ids]
+                assert tokens == [0x101 + at for at in range(200)]
+
+
+async def test_reports_net_out_what_is_ours() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        worker.report(Load(num_waiting=3, waiting_prefill_tokens=110), Load(num_waiting=1, waiting_prefill_tokens=10))
+        await on.until(lambda: on.sessions.find("null").report is not None)  # type: ignore[union-attr]
+        load = on.requests.view().workers[0].load
+        assert (load.num_waiting, load.waiting_prefill_tokens) == (3, 110)
+        worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await task
+        assert on.requests.view().workers[0].load.num_waiting == 2
+
+
+async def test_transfer_failures_are_held_against_the_prefill_worker() -> None:
+    prefill, decode = pair()
+    other = NullWorker(worker_info("q", Role.PREFILL))
+    async with prefill, other, decode, stage(prefill, other, decode) as on:
+        for _ in range(12):
+            task, request = await begin(on, decode)
+            assert request.prefill is not None
+            key = request.key
+            if request.prefill.worker_id == "p":
+                decode.lose_peer(key, "p")
+                key, placed = await asyncio.wait_for(decode.places.get(), 10)
+                assert placed == "q"
+            decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+            await task
+        ejected = {worker.worker_id: worker.ejected_until > 0 for worker in on.requests.view().workers}
+        assert ejected == {"p": True, "q": False, "d": False}
