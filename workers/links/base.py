@@ -14,11 +14,16 @@ from workers.layout import Piece
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """Read block `source` as it was at `epoch` into block `target`. Numbers are indices in the two pools."""
+    """Read block `source` as it was at `epoch` into block `target`. Numbers are indices in the two pools.
+
+    `target_epoch`, where given, is set in our pool before `target` is written: who still reads the block as what it was
+    finds out. The plan that makes it known to the steps (StepPlan.fresh) may come later.
+    """
 
     source: int
     epoch: int
     target: int
+    target_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
