@@ -12,6 +12,7 @@ Pure values; no torch.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.values import SamplingParams, TokenLogprobs
 
@@ -28,13 +29,13 @@ class RowStart:
     sample_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(NamedTuple):
     """Tokens that a row computes in this step, at positions start, start + 1, ….
 
     `new_blocks` are appended to the row's block table before the step computes. `num_samples` tokens are drawn from the
     logits of the last position: 0 for a chunk that is not the prompt's last, 1 ordinarily, n when a prompt is answered
     n times (sample i then uses sample_index i). With num_samples ≥ 1 sample 0 becomes the row's last sampled token.
+    A tuple, not a dataclass: one is made for every row of every step, and crosses to every rank.
     """
 
     row: int
