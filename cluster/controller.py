@@ -1,0 +1,284 @@
+"""The controller: brings the pools that exist towards those that are desired, and says what it sees.
+
+One loop: lead → read desired → reconcile → act → publish; it runs on every change and at least every TICK_SECONDS.
+Every worker has one task that lives as long as it: start, watch, and the reason of its end. While Redis is away, or
+another controller leads, nothing is started, drained or removed; what serves goes on serving.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from cluster.pools import RayPools
+from cluster.reconcile import (
+    Action,
+    Desired,
+    Drain,
+    History,
+    Observed,
+    ObservedWorker,
+    Phase,
+    Remove,
+    SetRole,
+    Start,
+    reconcile,
+)
+from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
+from cluster.worker_client import WorkerClient
+from headrace.clock import Clock
+from headrace.config import ClusterConfig
+from headrace.errors import HeadraceError, WorkerLost
+from headrace.store import StoreUnavailable
+from workers.spec import WorkerSpec
+
+TICK_SECONDS = 1.0
+HEALTH_SECONDS = 2.0
+SILENT_SECONDS = 30.0
+DRAIN_SECONDS = 30.0
+
+
+@dataclass
+class _Worker:
+    """One worker of this controller's table; changed by its own task and by the loop, on one event loop."""
+
+    seen: ObservedWorker
+    address: str = ""
+    task: asyncio.Task[None] | None = None
+
+    def enter(self, phase: Phase, now: float, reason: str = "") -> None:
+        self.seen = replace(self.seen, phase=phase, since=now, reason=reason)
+
+
+class Controller:
+    """Owns the table of workers and the history of their slots."""
+
+    def __init__(
+        self, config: ClusterConfig, redis_url: str, host: str, pools: RayPools, state: ControlState, clock: Clock
+    ) -> None:
+        self._config = config
+        self._redis_url = redis_url
+        self._host = host
+        self._pools = pools
+        self._state = state
+        self._clock = clock
+        self._token = secrets.token_hex(8)
+        self._workers: dict[str, _Worker] = {}
+        self._history: dict[str, History] = {}
+        self._desired: Desired | None = None
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._adopted = False
+
+    async def run(self) -> None:
+        """Until stop(); then all workers are drained and gone, and the lease is given back."""
+        async with asyncio.TaskGroup() as tasks:
+            while not self._stopping:
+                with contextlib.suppress(StoreUnavailable):
+                    if await self._state.lead(self._token):
+                        await self._adopt(tasks)
+                        self._desired = await self._read_desired()
+                        self._act(reconcile(self._desired, self._observed(), self._clock.now()), tasks)
+                        await self._publish()
+                await self._wait()
+            await self._take_down()
+
+    def stop(self) -> None:
+        """Ends run(). Call it on the controller's event loop."""
+        self._stopping = True
+        self._changed.set()
+
+    # -- see
+
+    def _observed(self) -> Observed:
+        return Observed([worker.seen for worker in self._workers.values()], self._history)
+
+    async def _read_desired(self) -> Desired:
+        desired = await self._state.desired()
+        if desired is None:
+            desired = rebuilt(self._config, [worker.seen for worker in self._workers.values()])
+            await self._state.write_desired(desired)
+        return desired
+
+    async def _adopt(self, tasks: asyncio.TaskGroup) -> None:
+        """Once, on the first lead: workers and generations of an earlier controller are taken over."""
+        if self._adopted:
+            return
+        before = await self._state.observed()
+        self._history = before.generations() if before else {}
+        for adopted in await self._pools.adopt():
+            spec = adopted.spec
+            pool, _, index = spec.worker_id.rpartition("-")
+            seen = ObservedWorker(
+                pool, int(index), spec.generation, spec.role, spec.layout, Phase.READY, self._clock.now()
+            )
+            worker = _Worker(seen, adopted.address)
+            self._workers[spec.worker_id] = worker
+            known = self._history.get(spec.worker_id, History())
+            self._history[spec.worker_id] = known.started(max(spec.generation, known.generation))
+            worker.task = tasks.create_task(self._watch(worker))
+        self._adopted = True
+
+    async def _publish(self) -> None:
+        now = self._clock.now()
+        records = tuple(
+            WorkerRecord(
+                worker_id=worker.seen.worker_id,
+                pool=worker.seen.pool,
+                generation=worker.seen.generation,
+                role=worker.seen.role.value,
+                layout=str(worker.seen.layout),
+                phase=worker.seen.phase.value,
+                in_phase_seconds=now - worker.seen.since,
+                address=worker.address,
+                reason=worker.seen.reason,
+            )
+            for _, worker in sorted(self._workers.items())
+        )
+        desired = {name: pool.replicas for name, pool in self._desired.pools.items()} if self._desired else None
+        history = {slot: (past.generation, past.failures) for slot, past in self._history.items()}
+        await self._state.write_observed(ObservedState(self._token, records, desired, history))
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_SECONDS):
+                await self._changed.wait()
+        self._changed.clear()
+
+    # -- act
+
+    def _act(self, actions: list[Action], tasks: asyncio.TaskGroup) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action, tasks)
+                case SetRole():
+                    tasks.create_task(self._set_role(self._workers[action.worker_id], action))
+                case Drain():
+                    worker = self._workers[action.worker_id]
+                    worker.enter(Phase.DRAINING, self._clock.now(), action.why)
+                    tasks.create_task(self._drain(worker, action.why))
+                case Remove():
+                    self._remove(self._workers[action.worker_id])
+                case _:
+                    assert_never(action)
+
+    def _start(self, action: Start, tasks: asyncio.TaskGroup) -> None:
+        now = self._clock.now()
+        seen = ObservedWorker(
+            action.pool, action.index, action.generation, action.role, action.layout, Phase.STARTING, now
+        )
+        worker = _Worker(seen)
+        self._workers[action.worker_id] = worker
+        self._history[action.worker_id] = self._history.get(action.worker_id, History()).started(action.generation)
+        worker.task = tasks.create_task(self._live(worker, self._spec(action)))
+
+    def _spec(self, action: Start) -> WorkerSpec:
+        return WorkerSpec(
+            worker_id=action.worker_id,
+            generation=action.generation,
+            role=action.role,
+            model_path=self._config.model,
+            layout=action.layout,
+            engine=self._config.engine,
+            handoff=self._config.handoff,
+            cluster=self._config.name,
+            redis_url=self._redis_url,
+            redis_budget_seconds=self._config.redis.budget_seconds,
+            lease_seconds=self._config.redis.lease_seconds,
+            host=self._host,
+            fault_hooks=self._config.fault_hooks,
+            rendezvous_token=secrets.token_hex(16),
+        )
+
+    async def _live(self, worker: _Worker, spec: WorkerSpec) -> None:
+        """A worker's life up to its end, whatever ends it."""
+
+        def progress(reason: str) -> None:
+            worker.seen = replace(worker.seen, reason=reason)
+            self._changed.set()
+
+        try:
+            worker.address = await self._pools.start(spec, progress)
+        except HeadraceError as error:
+            self._died(worker, error.message)
+            return
+        worker.enter(Phase.READY, self._clock.now())
+        self._changed.set()
+        await self._watch(worker)
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Until a rank of the worker ends, or it is alive and does not work."""
+        seen = worker.seen
+        ended = asyncio.ensure_future(self._pools.ended(seen.worker_id, seen.generation))
+        stuck = asyncio.ensure_future(self._stuck(worker))
+        try:
+            done, _ = await asyncio.wait({ended, stuck}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            stuck.cancel()
+        self._died(worker, next(iter(done)).result())
+
+    async def _stuck(self, worker: _Worker) -> str:
+        """Waits until the worker has been silent, or without progress by its own words, for SILENT_SECONDS; why."""
+        good = self._clock.now()
+        reason = ""
+        async with WorkerClient(worker.address) as client:
+            while self._clock.now() - good < SILENT_SECONDS:
+                await asyncio.sleep(HEALTH_SECONDS)
+                try:
+                    reason = (await client.describe()).unhealthy_reason
+                except WorkerLost as error:
+                    reason = error.message
+                if not reason:
+                    good = self._clock.now()
+        return f"no progress for {SILENT_SECONDS:.0f} s: {reason}"
+
+    def _died(self, worker: _Worker, reason: str) -> None:
+        now = self._clock.now()
+        slot = worker.seen.worker_id
+        if worker.seen.phase is Phase.DRAINING:
+            worker.enter(Phase.DRAINED, now, worker.seen.reason)
+        else:
+            ready_seconds = now - worker.seen.since if worker.seen.phase is Phase.READY else 0.0
+            self._history[slot] = self._history[slot].failed(now, ready_seconds)
+            worker.enter(Phase.DEAD, now, reason)
+        self._changed.set()
+
+    async def _set_role(self, worker: _Worker, action: SetRole) -> None:
+        with contextlib.suppress(WorkerLost):  # tried again by the next round: the worker's role has not changed
+            async with WorkerClient(worker.address) as client:
+                await client.set_role(action.role)
+            worker.seen = replace(worker.seen, role=action.role)
+
+    async def _drain(self, worker: _Worker, why: str) -> None:
+        with contextlib.suppress(WorkerLost):  # it is gone already: the same end
+            async with WorkerClient(worker.address) as client:
+                await client.drain(DRAIN_SECONDS)
+        await self._pools.stop(worker.seen.worker_id, worker.seen.generation)
+        if worker.seen.phase is Phase.DRAINING:
+            worker.enter(Phase.DRAINED, self._clock.now(), why)
+        self._changed.set()
+
+    def _remove(self, worker: _Worker) -> None:
+        slot = worker.seen.worker_id
+        if worker.task is not None:
+            worker.task.cancel()
+        if worker.seen.phase is Phase.STARTING:
+            self._history[slot] = self._history[slot].failed(self._clock.now(), 0.0)
+        self._pools.remove(slot, worker.seen.generation)
+        del self._workers[slot]
+        self._changed.set()
+
+    async def _take_down(self) -> None:
+        """Every worker drained and removed; Redis forgets the cluster."""
+        async with asyncio.TaskGroup() as drains:
+            for worker in self._workers.values():
+                if worker.seen.phase is Phase.READY:
+                    worker.enter(Phase.DRAINING, self._clock.now(), "the cluster goes down")
+                    drains.create_task(self._drain(worker, worker.seen.reason))
+        for worker in list(self._workers.values()):
+            self._remove(worker)
+        with contextlib.suppress(StoreUnavailable):
+            await self._state.forget()

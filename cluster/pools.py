@@ -1,0 +1,245 @@
+"""Workers in a Ray cluster: where their ranks are placed, started, watched and ended.
+
+One placement group a worker, one bundle a pipeline stage: a bundle lies on one node, so the tp ranks of a stage always
+share a node (what STRICT_PACK gives), while stages may span nodes. The group is all that is ever asked of Ray: ranks
+run inside its bundles, so a worker of tp × pp ranks needs exactly that many GPUs. Ranks are actors that Ray never
+restarts; a new generation replaces them. Groups and actors are detached and named, so that they survive the controller
+and its next life finds them again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors import EngineActor, RankActor
+from headrace.errors import HeadraceError, WorkerLost
+from headrace.values import ParallelLayout
+from workers.spec import WorkerSpec
+
+ADOPT_SECONDS = 10.0
+STOP_SECONDS = 10.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank runs: its bundle, and what it takes of it."""
+
+    rank: int
+    bundle: int
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One worker's placement group, and its ranks in it."""
+
+    bundles: tuple[Mapping[str, float], ...]
+    strategy: str
+    ranks: tuple[RankPlace, ...]
+
+
+def plan_placement(layout: ParallelLayout, rank_resources: Mapping[str, float]) -> Placement:
+    """One bundle a stage, tp × `rank_resources` big; what all bundles hold is exactly what all ranks take."""
+    bundle = {name: amount * layout.tp for name, amount in rank_resources.items()}
+    ranks = tuple(RankPlace(rank, rank // layout.tp, rank_resources) for rank in range(layout.world_size))
+    return Placement((bundle,) * layout.pp, "STRICT_PACK" if layout.pp == 1 else "PACK", ranks)
+
+
+def actor_name(worker_id: str, generation: int, rank: int) -> str:
+    return f"{worker_id}/{generation}/{rank}"
+
+
+def parse_actor_name(name: str) -> tuple[str, int, int] | None:
+    """(worker id, generation, rank), or None when it is no rank's name."""
+    parts = name.split("/")
+    if len(parts) != 3 or not (parts[1].isdigit() and parts[2].isdigit()):
+        return None
+    return parts[0], int(parts[1]), int(parts[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker of an earlier controller that still serves."""
+
+    spec: WorkerSpec
+    address: str
+
+
+class RayPools:
+    """Owns the handles of all rank actors and placement groups of one cluster; called from one event loop."""
+
+    def __init__(self, namespace: str, rank_resources: Mapping[str, float]) -> None:
+        self._namespace = namespace
+        self._resources = dict(rank_resources)
+        self._ranks: dict[tuple[str, int], list[Any]] = {}
+        self._groups: dict[tuple[str, int], PlacementGroup] = {}
+
+    async def start(self, spec: WorkerSpec, progress: Progress) -> str:
+        """Places and starts every rank; the service's address once the worker is warm. WorkerLost, or what a rank
+        failed with; whatever exists by then is remove()'s to end."""
+        key = (spec.worker_id, spec.generation)
+        placement = plan_placement(spec.layout, self._resources)
+        group = placement_group(
+            [dict(bundle) for bundle in placement.bundles],
+            strategy=placement.strategy,
+            name=self._group_name(*key),
+            lifetime="detached",
+        )
+        self._groups[key] = group
+        progress(f"waits for {describe_resources(placement.bundles)}")
+        await group.ready()
+        ranks = [self._create(spec, place, group) for place in placement.ranks]
+        self._ranks[key] = ranks
+        progress("loads")
+        with _named(spec.worker_id, spec.generation):
+            meeting = await ranks[0].open.remote(spec)
+            await asyncio.gather(*(rank.join.remote(spec, meeting, at) for at, rank in enumerate(ranks) if at))
+            address: str = await ranks[0].ready.remote()
+        return address
+
+    async def ended(self, worker_id: str, generation: int) -> str:
+        """Waits until any rank of a started worker has ended; why it did."""
+        watches = [asyncio.ensure_future(_watch(rank)) for rank in self._ranks[worker_id, generation]]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for watch in watches:
+                watch.cancel()
+        first = min((at for at, watch in enumerate(watches) if watch in done), default=0)
+        return f"rank {first}: {watches[first].result()}"
+
+    async def stop(self, worker_id: str, generation: int) -> None:
+        """Asks the worker's service to end in order (its lease goes at once); returns when it has, or STOP_SECONDS
+        later."""
+        ranks = self._ranks.get((worker_id, generation))
+        if ranks:
+            with contextlib.suppress(RayError, HeadraceError, TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await ranks[0].stop.remote()
+
+    def remove(self, worker_id: str, generation: int) -> None:
+        """Ends what is left of the worker and gives its resources back. Idempotent."""
+        key = (worker_id, generation)
+        for rank in self._ranks.pop(key, []):
+            ray.kill(rank, no_restart=True)
+        group = self._groups.pop(key, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    async def adopt(self) -> list[Adopted]:
+        """Finds the workers that an earlier controller left serving; what is not whole is ended."""
+        found: dict[tuple[str, int], dict[int, Any]] = {}
+        for entry in list_named_actors(all_namespaces=True):
+            name = parse_actor_name(entry["name"]) if entry["namespace"] == self._namespace else None
+            if name is not None:
+                with contextlib.suppress(ValueError):
+                    handle = ray.get_actor(entry["name"], namespace=self._namespace)
+                    found.setdefault(name[:2], {})[name[2]] = handle
+        groups = self._existing_groups()
+        adopted: list[Adopted] = []
+        for key in sorted(found.keys() | groups.keys()):
+            self._ranks[key] = [handle for _, handle in sorted(found.get(key, {}).items())]
+            if key in groups:
+                self._groups[key] = groups[key]
+            serving = await self._serving(key, found.get(key, {}))
+            if serving is None:
+                self.remove(*key)
+            else:
+                adopted.append(serving)
+        return adopted
+
+    async def _serving(self, key: tuple[str, int], ranks: Mapping[int, Any]) -> Adopted | None:
+        if 0 not in ranks or key not in self._groups:
+            return None
+        try:
+            async with asyncio.timeout(ADOPT_SECONDS):
+                spec, address = await ranks[0].describe.remote()
+        except (RayError, TimeoutError):
+            return None
+        if spec is None or address is None or len(ranks) != spec.layout.world_size:
+            return None
+        return Adopted(spec, address)
+
+    def _create(self, spec: WorkerSpec, place: RankPlace, group: PlacementGroup) -> Any:
+        resources = dict(place.resources)
+        kind = EngineActor if place.rank == 0 else RankActor
+        return (
+            ray.remote(kind)
+            .options(
+                name=actor_name(spec.worker_id, spec.generation, place.rank),
+                namespace=self._namespace,
+                lifetime="detached",
+                num_cpus=resources.pop("CPU", 0),
+                num_gpus=resources.pop("GPU", 0),
+                resources=resources,
+                max_restarts=0,
+                max_concurrency=16,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
+                ),
+            )
+            .remote()
+        )
+
+    def _group_name(self, worker_id: str, generation: int) -> str:
+        return f"{self._namespace}:{actor_name(worker_id, generation, 0)}"
+
+    def _existing_groups(self) -> dict[tuple[str, int], PlacementGroup]:
+        groups: dict[tuple[str, int], PlacementGroup] = {}
+        for entry in placement_group_table().values():
+            prefix, _, rest = str(entry["name"]).partition(":")
+            name = parse_actor_name(rest)
+            if prefix == self._namespace and name is not None and entry["state"] != "REMOVED":
+                groups[name[:2]] = ray.util.get_placement_group(entry["name"])
+        return groups
+
+
+def describe_resources(bundles: Sequence[Mapping[str, float]]) -> str:
+    """Such as "2 GPU on one node" or "2 × 4 GPU"."""
+    each = ", ".join(f"{amount:g} {name}" for name, amount in bundles[0].items())
+    return f"{each} on one node" if len(bundles) == 1 else f"{len(bundles)} × {each}"
+
+
+def with_host(spec: WorkerSpec) -> WorkerSpec:
+    """The spec as it holds on this node: an empty host becomes the node's address in the Ray cluster."""
+    host = spec.host or ray.util.get_node_ip_address()
+    return replace(spec, host=host, node=ray.get_runtime_context().get_node_id())
+
+
+async def _watch(rank: Any) -> str:
+    """Waits until the rank ends; why it did."""
+    try:
+        await rank.watch.remote()
+    except (RayError, HeadraceError) as error:
+        return why(error)
+    return "ended"
+
+
+def why(error: BaseException) -> str:
+    """One line for a status table: what a rank failed with, or that its process is gone."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, HeadraceError):
+        return f"{error.type}: {error.message}"
+    if isinstance(error, RayActorError):
+        return "its process is gone"
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+
+
+@contextlib.contextmanager
+def _named(worker_id: str, generation: int) -> Any:
+    """Ray's errors as ours, with the worker's name."""
+    try:
+        yield
+    except (RayError, HeadraceError) as error:
+        raise WorkerLost(f"{worker_id} (generation {generation}): {why(error)}") from error
