@@ -1,8 +1,8 @@
 """Ranks as Ray actors. Rank 0 carries the engine and its service on an event loop of its own; no token passes through
 Ray, which only starts, watches and ends them.
 
-The engine's modules are imported where an actor needs them: the controller names these classes too, and stays without
-torch.
+Every actor serves on one thread of its own and answers the controller on others. The engine's modules are imported
+where an actor needs them: the controller names these classes too, and stays without torch.
 """
 
 import asyncio
@@ -13,23 +13,97 @@ from dataclasses import replace
 
 import ray
 
+from headrace.errors import WorkerLost
+from headrace.values import WorkerInfo
 from workers.spec import WorkerSpec
 
 
 class EngineActor:
-    """Rank 0 of one worker. Owns the thread that serves; methods run on other threads of the actor and may block."""
+    """Rank 0 of one worker: its ranks' meeting place, its engine, its service."""
 
     def __init__(self) -> None:
         self._spec: WorkerSpec | None = None
         self._address: Future[str] = Future()
         self._ended: Future[None] = Future()
-        self._stop: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
 
     def open(self, spec: WorkerSpec) -> str:
-        """Starts to serve; where the other ranks join. Loading goes on behind it: see ready()."""
+        """Begins to serve, once: where the other ranks join. Loading goes on behind it; ready() waits for that."""
         from workers.ranks import listen
 
-        self._spec = spec = _here(spec)
+        self._spec = spec = on_this_node(spec)
         rendezvous = listen(spec.host, spec.rendezvous_token)
-        ...
-        return rendezvous.address
+        address = rendezvous.address
+
+        async def serving() -> None:
+            from workers.service import serve
+
+            self._loop = asyncio.get_running_loop()
+            await serve(spec, rendezvous=rendezvous, on_ready=self._is_ready, stop=self._stop)
+
+        run_on_thread("service", lambda: asyncio.run(serving()), self._ended)
+        return address
+
+    def ready(self) -> str:
+        """Waits until all ranks are warm and the service listens: its address. Raises what it failed with."""
+        self._ended.add_done_callback(self._never_ready)
+        return self._address.result()
+
+    def watch(self) -> None:
+        """Waits until the service has ended; raises what it ended with."""
+        self._ended.result()
+
+    def stop(self) -> None:
+        """Ends the service in order and waits until it has."""
+        if self._loop is not None and not self._ended.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._ended.result()
+
+    def describe(self) -> tuple[WorkerSpec | None, str | None]:
+        """Who this is, and where it serves (None while it does not)."""
+        serving = self._address.done() and not self._ended.done()
+        return self._spec, self._address.result() if serving else None
+
+    def _is_ready(self, info: WorkerInfo) -> None:
+        self._address.set_result(info.address)
+
+    def _never_ready(self, ended: Future[None]) -> None:
+        if not self._address.done():
+            self._address.set_exception(ended.exception() or WorkerLost("the service ended before it was ready"))
+
+
+class RankActor:
+    """Any other rank: it joins rank 0 and computes until the worker ends."""
+
+    def __init__(self) -> None:
+        self._ended: Future[None] = Future()
+
+    def join(self, spec: WorkerSpec, address: str, rank: int) -> None:
+        """Begins to compute, once."""
+        from workers.ranks import rank_main
+
+        run_on_thread(f"rank-{rank}", lambda: rank_main(address, spec.rendezvous_token, rank), self._ended)
+
+    def watch(self) -> None:
+        """Waits until the rank has ended; raises what it ended with."""
+        self._ended.result()
+
+
+def on_this_node(spec: WorkerSpec) -> WorkerSpec:
+    """The spec as it holds here: an empty host becomes this node's address in the Ray cluster."""
+    return replace(spec, host=spec.host or ray.util.get_node_ip_address(), node=ray.get_runtime_context().get_node_id())
+
+
+def run_on_thread(name: str, work: Callable[[], None], ended: Future[None]) -> None:
+    """Runs `work` beside the actor's methods; `ended` completes with its outcome."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            ended.set_exception(error)
+            raise
+        ended.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()

@@ -247,10 +247,13 @@ class Controller:
         self._changed.set()
 
     async def _set_role(self, worker: _Worker, action: SetRole) -> None:
-        with contextlib.suppress(WorkerLost):  # tried again by the next round: the worker's role has not changed
+        before = worker.seen.role
+        worker.seen = replace(worker.seen, role=action.role)
+        try:
             async with WorkerClient(worker.address) as client:
                 await client.set_role(action.role)
-            worker.seen = replace(worker.seen, role=action.role)
+        except WorkerLost:
+            worker.seen = replace(worker.seen, role=before)  # so that the next round asks again
 
     async def _drain(self, worker: _Worker, why: str) -> None:
         with contextlib.suppress(WorkerLost):  # it is gone already: the same end

@@ -9,8 +9,8 @@ and its next life finds them again.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -96,27 +96,40 @@ class RayPools:
             lifetime="detached",
         )
         self._groups[key] = group
-        progress(f"waits for {describe_resources(placement.bundles)}")
-        await group.ready()
-        ranks = [self._create(spec, place, group) for place in placement.ranks]
-        self._ranks[key] = ranks
-        progress("loads")
         with _named(spec.worker_id, spec.generation):
+            progress(f"waits for {describe_resources(placement.bundles)}")
+            await group.ready()
+            progress("starts")
+            ranks = [self._create(spec, place, group) for place in placement.ranks]
+            self._ranks[key] = ranks
             meeting = await ranks[0].open.remote(spec)
             await asyncio.gather(*(rank.join.remote(spec, meeting, at) for at, rank in enumerate(ranks) if at))
-            address: str = await ranks[0].ready.remote()
-        return address
+            progress("loads")
+            return await self._ready(key, ranks)
+
+    async def _ready(self, key: tuple[str, int], ranks: Sequence[Any]) -> str:
+        """The service's address. A rank that ends before it joined is noticed here: rank 0 would wait for it."""
+        ready = asyncio.ensure_future(_result(ranks[0].ready.remote()))
+        ended = asyncio.ensure_future(self.ended(*key))
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                return str(ready.result())
+            raise WorkerLost(ended.result())
+        finally:
+            ready.cancel()
+            ended.cancel()
 
     async def ended(self, worker_id: str, generation: int) -> str:
         """Waits until any rank of a started worker has ended; why it did."""
         watches = [asyncio.ensure_future(_watch(rank)) for rank in self._ranks[worker_id, generation]]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            first = min(at for at, watch in enumerate(watches) if watch in done)
+            return f"rank {first}: {watches[first].result()}"
         finally:
             for watch in watches:
                 watch.cancel()
-        first = min((at for at, watch in enumerate(watches) if watch in done), default=0)
-        return f"rank {first}: {watches[first].result()}"
 
     async def stop(self, worker_id: str, generation: int) -> None:
         """Asks the worker's service to end in order (its lease goes at once); returns when it has, or STOP_SECONDS
@@ -210,10 +223,9 @@ def describe_resources(bundles: Sequence[Mapping[str, float]]) -> str:
     return f"{each} on one node" if len(bundles) == 1 else f"{len(bundles)} × {each}"
 
 
-def with_host(spec: WorkerSpec) -> WorkerSpec:
-    """The spec as it holds on this node: an empty host becomes the node's address in the Ray cluster."""
-    host = spec.host or ray.util.get_node_ip_address()
-    return replace(spec, host=host, node=ray.get_runtime_context().get_node_id())
+async def _result(reference: Any) -> Any:
+    """Ray's reference as a coroutine, so that asyncio can wait for it beside others."""
+    return await reference
 
 
 async def _watch(rank: Any) -> str:
@@ -230,14 +242,14 @@ def why(error: BaseException) -> str:
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, HeadraceError):
-        return f"{error.type}: {error.message}"
+        return error.message
     if isinstance(error, RayActorError):
         return "its process is gone"
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
 @contextlib.contextmanager
-def _named(worker_id: str, generation: int) -> Any:
+def _named(worker_id: str, generation: int) -> Iterator[None]:
     """Ray's errors as ours, with the worker's name."""
     try:
         yield

@@ -1,0 +1,91 @@
+"""What must hold before anything starts: the checkpoint is whole, every pool's layout fits the model, ports are free.
+
+A worker would find the same faults, but minutes later and one at a time. Each raises one error that names the key or
+the file, the value and what is allowed.
+"""
+
+import json
+import pathlib
+import socket
+from typing import Any
+
+from headrace.config import ClusterConfig
+from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
+from workers.checkpoint import Checkpoint
+from workers.layout import shard
+
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+def check_checkpoint(source: str) -> Checkpoint:
+    """The checkpoint, opened: its configuration is known, and its weight files are as long as they say they are."""
+    checkpoint = Checkpoint.open(source)
+    for path in checkpoint.weight_files:
+        check_weight_file(path)
+    if not (checkpoint.folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{checkpoint.folder} lacks tokenizer.json")
+    return checkpoint
+
+
+def check_weight_file(path: pathlib.Path) -> None:
+    """A safetensors file is 8 bytes of length, a JSON header of that length, and the tensors it lists, no byte more."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path} is no whole safetensors file: {size} bytes, its header alone says {length}")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{path} has a header that cannot be read: {error}") from error
+    expected = 8 + length + end
+    if size != expected:
+        raise CheckpointError(f"{path} is truncated or overlong: {size} bytes, {expected} by its header")
+
+
+def check_layouts(config: ClusterConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError when a pool's tp or pp does not fit the model, or more context is asked for than the model has."""
+    model = checkpoint.config
+    for name, pool in config.pools.items():
+        try:
+            shard(model.shape, pool.layout, 0)
+        except IncompatiblePeer as error:
+            key = f"pools.{name}.{error.numbers.get('field', 'tp')}"
+            raise ConfigError(f"{key}: {error.message}", key=key, value=error.numbers.get("value")) from error
+    asked = config.engine.max_context_tokens
+    if asked is not None and asked > model.max_context_tokens:
+        raise ConfigError.out_of_range(
+            "engine.max_context_tokens", asked, f"at most the model's {model.max_context_tokens}"
+        )
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """ConfigError when the router could not listen where it is told to."""
+    router = config.router
+    if router.http_port and router.http_port == router.grpc_port:
+        raise ConfigError.out_of_range("router.http_port", router.http_port, "another port than router.grpc_port")
+    for key, port in (("router.http_port", router.http_port), ("router.grpc_port", router.grpc_port)):
+        if port and not port_is_free(router.host, port):
+            raise ConfigError(f"{key}: {router.host}:{port} is taken", key=key, value=port)
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether something could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port

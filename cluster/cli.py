@@ -1,0 +1,66 @@
+"""The `headrace` command. Each subcommand is a file in cluster/commands, imported only when it runs.
+
+Errors are one line on stderr and a status that is not 0: 1 when something failed, 2 when the command line is wrong,
+130 when it was interrupted.
+"""
+
+import importlib
+import sys
+
+import click
+
+from headrace.errors import HeadraceError
+
+COMMANDS = {
+    "up": "Start a cluster and keep it running.",
+    "down": "End a cluster that `up` started, and only that.",
+    "status": "Show the pools, their workers and what they do.",
+    "chat": "Talk to the model.",
+    "generate": "Complete one prompt.",
+    "model": "Fetch a model into a local folder.",
+    "demo": "Serve a small model here, ask it two questions, and show where each request went.",
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows the names and first lines of its commands without importing them: --help answers at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"cluster.commands.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="headrace")
+def cli() -> None:
+    """Serves large language models with prefill and decode on separate pools."""
+
+
+def main() -> None:
+    """The entry point: errors become one line and a status."""
+    try:
+        status = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        status = 130
+    except HeadraceError as error:
+        click.echo(f"headrace: {' '.join(error.message.split())}", err=True)
+        status = 1
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

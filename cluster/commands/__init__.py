@@ -1,0 +1,1 @@
+"""The subcommands of `headrace`, one a file: each module has a `command`."""

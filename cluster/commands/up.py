@@ -1,0 +1,158 @@
+"""`headrace up`: a cluster in the foreground, or (--detach) in the background once it serves."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+
+from cluster.launch import Report, Step, absolute, running, watch
+from cluster.progress import json_lines, shown, write_line
+from cluster.session import Session, SessionFolder
+from headrace import config as configuration
+from headrace.config import ClusterConfig
+from headrace.errors import ConfigError, HeadraceError
+
+Ready = Callable[[Session], None]
+
+
+@click.command(name="up")
+@click.argument("config", type=click.Path(path_type=pathlib.Path), default="headrace.yaml")
+@click.option("--detach", is_flag=True, help="Return once it serves; `headrace down` ends it.")
+@click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines.")
+@click.option("--progress-fd", type=int, hidden=True)
+def command(config: pathlib.Path, detach: bool, as_json: bool, progress_fd: int | None) -> None:
+    """Start the cluster that CONFIG describes: Redis, Ray, workers, router.
+
+    CONFIG is a YAML file, headrace.yaml unless named; see examples/. Runs until Ctrl-C.
+    """
+    if progress_fd is not None:
+        _in_background(config, progress_fd)
+        return
+    console = Console(stderr=as_json)
+    if detach:
+        session = _detach(config, as_json, console)
+    else:
+        session = None
+        with _reporting(as_json, console) as report:
+            serve(load(config), config, report, lambda started: _say_ready(started, as_json, console))
+    if session is not None:
+        _say_ready(session, as_json, console)
+
+
+def load(path: pathlib.Path) -> ClusterConfig:
+    """The configuration, with a model folder found from where the file is."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: give a configuration file, such as examples/laptop.yaml")
+    return absolute(configuration.load(path), path.resolve().parent)
+
+
+def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Ready) -> None:
+    """Runs the cluster until a signal asks for its end (an ordinary way out) or it cannot go on (an error)."""
+
+    async def serving() -> None:
+        signals = _Signals()
+        folder = SessionFolder(config.name)
+        try:
+            async with running(config, str(path.resolve()), folder, report) as cluster:
+                ready(cluster.session)
+                await watch(folder, cluster, report)
+        except asyncio.CancelledError:
+            if not signals.received:
+                raise
+
+    asyncio.run(serving())
+
+
+class _Signals:
+    """SIGINT and SIGTERM cancel the task that made this, once: what follows is the orderly end."""
+
+    def __init__(self) -> None:
+        self.received = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+
+    def _receive(self) -> None:
+        if not self.received:
+            self.received = True
+            self._task.cancel()
+
+
+def _detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
+    """Starts `up` in a session of its own and follows it until it serves."""
+    folder = SessionFolder(load(config).name)
+    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "cluster.cli", "up", str(config.resolve()), "--progress-fd", str(writing)]
+    with folder.log("up").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(writing,),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as lines, _reporting(as_json, console) as report:
+        try:
+            return _follow(lines, report, folder)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise click.Abort from None
+
+
+def _follow(lines: TextIO, report: Report, folder: SessionFolder) -> Session:
+    for line in lines:
+        event: dict[str, Any] = json.loads(line)
+        if "session" in event:
+            return Session(**event["session"])
+        if "error" in event:
+            raise HeadraceError(event["error"])
+        report(Step(**event))
+    raise HeadraceError(f"it ended before it served: see {folder.log('up')}")
+
+
+def _in_background(config: pathlib.Path, progress_fd: int) -> None:
+    """The other end of _detach: progress goes to the pipe until it serves, and to the log from then on."""
+    pipe = os.fdopen(progress_fd, "w", encoding="utf-8")
+    to_pipe, to_log = json_lines(pipe), json_lines(sys.stderr)
+
+    def report(step: Step) -> None:
+        (to_log if pipe.closed else to_pipe)(step)
+
+    def ready(session: Session) -> None:
+        write_line(pipe, {"session": asdict(session)})
+        pipe.close()
+
+    try:
+        serve(load(config), config, report, ready)
+    except HeadraceError as error:
+        if not pipe.closed:
+            write_line(pipe, {"error": " ".join(error.message.split())})
+        raise
+
+
+def _reporting(as_json: bool, console: Console) -> contextlib.AbstractContextManager[Report]:
+    return contextlib.nullcontext(json_lines(sys.stdout)) if as_json else shown(console)
+
+
+def _say_ready(session: Session, as_json: bool, console: Console) -> None:
+    if as_json:
+        write_line(sys.stdout, {"session": asdict(session)})
+        return
+    console.print(f"\n[bold]{session.model_name}[/] is served at {session.http_url}/v1 (OpenAI) and at")
+    console.print(f"{session.grpc_address} (gRPC). Talk to it with `headrace chat`; end it with `headrace down`.")

@@ -1,0 +1,73 @@
+"""The controller as a Ray actor: detached, named, restarted by Ray when its process dies. Its state is in Redis."""
+
+import asyncio
+import os
+import threading
+import traceback
+
+import ray
+
+from cluster.controller import Controller
+from cluster.pools import RayPools
+from cluster.state import ControlState
+from headrace.clock import SystemClock
+from headrace.config import ClusterConfig
+from headrace.store import connect
+
+NAME = "controller"
+# The control plane may wait longer for Redis than anything that serves.
+BUDGET_SECONDS = 2.0
+
+
+class ControlActor:
+    """Owns the thread and the event loop that the controller runs on."""
+
+    def __init__(self, config_json: str, redis_url: str, host: str) -> None:
+        self._config = ClusterConfig.model_validate_json(config_json)
+        self._redis_url = redis_url
+        self._host = host
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._controller: Controller | None = None
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._thread.start()
+
+    def ping(self) -> int:
+        """The process that controls."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """Drains and removes every worker; returns when none is left."""
+        if self._loop is not None and self._controller is not None:
+            self._loop.call_soon_threadsafe(self._controller.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._control())
+        except BaseException:
+            # A controller that fell is no controller: with its process gone, Ray starts another.
+            traceback.print_exc()
+            os._exit(1)
+
+    async def _control(self) -> None:
+        store = connect(self._redis_url, BUDGET_SECONDS)
+        pools = RayPools(ray.get_runtime_context().namespace, rank_resources(self._config))
+        state = ControlState(store, self._config.name)
+        self._controller = Controller(self._config, self._redis_url, self._host, pools, state, SystemClock())
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._controller.run()
+        finally:
+            await store.close()
+
+
+def rank_resources(config: ClusterConfig) -> dict[str, float]:
+    """What Ray sets aside for each rank."""
+    if config.ray.rank_resources is not None:
+        return dict(config.ray.rank_resources)
+    return {"GPU": 1.0} if config.engine.device == "cuda" else {"CPU": 1.0}
+
+
+def namespace(cluster: str) -> str:
+    """The Ray namespace of a cluster: all of its actors, and nothing else, live there."""
+    return f"headrace-{cluster}"

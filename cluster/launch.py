@@ -1,0 +1,290 @@
+"""A cluster's life under `headrace up`: checked, started, watched over, and ended in the reverse order.
+
+    check → redis → ray → controller → workers → router → (serves) → router → workers → controller → ray → redis
+
+Whatever ends it (Ctrl-C, SIGTERM, an error, a cancelled task), each part that was started is ended.
+"""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+
+from cluster import embedded, ray_session
+from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port
+from cluster.child import Child
+from cluster.reconcile import Phase
+from cluster.session import Session, SessionFolder
+from cluster.state import ControlState, ObservedState, configured
+from headrace.clock import SystemClock
+from headrace.config import ClusterConfig
+from headrace.errors import InternalError, Unavailable
+from headrace.store import connect
+
+T = TypeVar("T")
+
+ROUTER = "router"
+REDIS_BUDGET_SECONDS = 2.0
+LOOK_SECONDS = 0.25
+ROUTER_READY_SECONDS = 120.0
+ROUTER_STOP_SECONDS = 20.0
+CONTROLLER_STOP_SECONDS = 60.0
+MAX_START_FAILURES = 3
+MAX_RESTART_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Progress, for whoever shows it. `done` False: it began, or goes on."""
+
+    name: str
+    detail: str = ""
+    done: bool = False
+
+
+Report = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster that serves. `watch` returns only when it cannot go on, by raising why."""
+
+    session: Session
+    children: dict[str, Child]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: ClusterConfig, config_path: str, folder: SessionFolder, report: Report
+) -> AsyncIterator[Running]:
+    """The cluster, serving. Nothing is started when the configuration, the model or a port is wrong."""
+    with folder.owned():
+        config = await in_thread(_checked, config, report)
+        async with contextlib.AsyncExitStack() as ends:
+            children: dict[str, Child] = {}
+            config = await _start_redis(config, folder, children, ends, report)
+            assert config.redis.url is not None
+            session = Session(
+                cluster=config.name,
+                pid=os.getpid(),
+                config_path=config_path,
+                model_name=config.model_name,
+                http_url=f"http://{_reachable(config.router.host)}:{config.router.http_port}",
+                grpc_address=f"{_reachable(config.router.host)}:{config.router.grpc_port}",
+                redis_url=config.redis.url,
+                ray_address=config.ray.address or "",
+            )
+            folder.config_path.write_text(
+                yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+            )
+            ends.callback(folder.clear)
+            _record(folder, session, children)
+            await _start_ray(config, ends, report)
+            await _start_controller(config, ends, report)
+            await _workers_ready(config, report)
+            await _start_router(folder, children, ends, report)
+            await _router_ready(session, children[ROUTER], report)
+            session = _record(folder, replace(session, ready=True), children)
+            yield Running(session, children)
+
+
+async def watch(config_folder: SessionFolder, cluster: Running, report: Report) -> None:
+    """Starts the router and the embedded Redis again when they end; returns never."""
+    async with asyncio.TaskGroup() as tasks:
+        for name in list(cluster.children):
+            tasks.create_task(_keep_alive(name, config_folder, cluster, report))
+
+
+# -- the steps, in order
+
+
+def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
+    """The configuration with every blank filled in: the model's folder, and ports where any would do."""
+    report(Step("model", config.model))
+    checkpoint = check_checkpoint(config.model)
+    check_layouts(config, checkpoint)
+    check_ports(config)
+    router = config.router.model_copy(
+        update={
+            "http_port": config.router.http_port or free_port(config.router.host),
+            "grpc_port": config.router.grpc_port or free_port(config.router.host),
+        }
+    )
+    report(Step("model", f"{config.model_name}, revision {checkpoint.revision[:12]}", done=True))
+    return config.model_copy(
+        update={
+            "model": str(checkpoint.folder.resolve()),
+            "served_model_name": config.model_name,
+            "router": router,
+        }
+    )
+
+
+async def _start_redis(
+    config: ClusterConfig,
+    folder: SessionFolder,
+    children: dict[str, Child],
+    ends: contextlib.AsyncExitStack,
+    report: Report,
+) -> ClusterConfig:
+    """With the URL in the configuration; the desired state is written, as this configuration says it."""
+    report(Step("redis"))
+    url = config.redis.url
+    if url is None:
+        port = embedded.choose_port(config.redis.embedded_port)
+        children[embedded.NAME] = await embedded.start(port, folder)
+        ends.push_async_callback(_end_child, embedded.NAME, children, 5.0)
+        url = embedded.url(port)
+    async with _state(config.name, url) as state:
+        await state.write_desired(configured(config, trusted=True))
+    report(Step("redis", url, done=True))
+    return config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+
+
+async def _start_ray(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> None:
+    report(Step("ray", config.ray.address or "on this machine"))
+    ends.push_async_callback(in_thread, ray_session.stop)
+    await in_thread(ray_session.start, config)
+    report(Step("ray", config.ray.address or "on this machine", done=True))
+
+
+async def _start_controller(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> None:
+    assert config.redis.url is not None
+    report(Step("workers", "controller"))
+    ends.push_async_callback(in_thread, ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS)
+    await in_thread(ray_session.start_controller, config, config.redis.url)
+
+
+async def _workers_ready(config: ClusterConfig, report: Report) -> None:
+    """Until every desired worker is ready. A slot that fails again and again ends the wait with its reason."""
+    assert config.redis.url is not None
+    wanted = sum(pool.replicas for pool in config.pools.values())
+    async with _state(config.name, config.redis.url) as state:
+        reasons: dict[str, str] = {}
+        while True:
+            observed = await state.observed() or ObservedState("")
+            ready = [worker for worker in observed.workers if worker.phase == Phase.READY]
+            reasons |= {worker.worker_id: worker.reason for worker in observed.workers if worker.phase == Phase.DEAD}
+            waiting = [
+                f"{worker.worker_id} {worker.reason or worker.phase}"
+                for worker in observed.workers
+                if worker.phase != Phase.READY
+            ]
+            report(Step("workers", ", ".join([f"{len(ready)} of {wanted}", *waiting]), done=len(ready) >= wanted))
+            if len(ready) >= wanted:
+                return
+            for slot, (_, failures) in (observed.history or {}).items():
+                if failures >= MAX_START_FAILURES:
+                    raise Unavailable(f"{slot} failed {failures} times: {reasons.get(slot, 'see its log')}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _start_router(
+    folder: SessionFolder, children: dict[str, Child], ends: contextlib.AsyncExitStack, report: Report
+) -> None:
+    report(Step("router"))
+    children[ROUTER] = await Child.start(ROUTER, router_command(folder), folder)
+    ends.push_async_callback(_end_child, ROUTER, children, ROUTER_STOP_SECONDS)
+
+
+def router_command(folder: SessionFolder) -> list[str]:
+    return [sys.executable, "-m", "router", str(folder.config_path)]
+
+
+async def _router_ready(session: Session, router: Child, report: Report) -> None:
+    """Until /ready says so. The router's own end is an error with its last words."""
+    ended = asyncio.ensure_future(router.wait())
+    ready = asyncio.ensure_future(_answers(f"{session.http_url}/ready"))
+    try:
+        async with asyncio.timeout(ROUTER_READY_SECONDS):
+            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError as error:
+        raise InternalError(f"the router was not ready within {ROUTER_READY_SECONDS:.0f} s") from error
+    finally:
+        ended.cancel()
+        ready.cancel()
+    if not ready.done():
+        raise router.failure()
+    ready.result()
+    report(Step("router", session.http_url, done=True))
+
+
+async def _answers(url: str) -> None:
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(url)).is_success:
+                    return
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+# -- while it serves
+
+
+async def _keep_alive(name: str, folder: SessionFolder, cluster: Running, report: Report) -> None:
+    """Starts the child again each time that it ends, at once when it had lived long, else after a growing delay."""
+    clock = SystemClock()
+    delay = 0.0
+    while True:
+        started = clock.now()
+        status = await cluster.children[name].wait()
+        delay = 0.0 if clock.now() - started > MAX_RESTART_SECONDS else min(max(1.0, 2 * delay), MAX_RESTART_SECONDS)
+        report(Step(name, f"ended with status {status}; starts again"))
+        await asyncio.sleep(delay)
+        if name == ROUTER:
+            cluster.children[name] = await Child.start(ROUTER, router_command(folder), folder)
+        else:
+            port = int(cluster.session.redis_url.rsplit(":", 1)[1].split("/")[0])
+            cluster.children[name] = await embedded.start(port, folder)
+        _record(folder, cluster.session, cluster.children)
+        report(Step(name, "runs again", done=True))
+
+
+# -- shared
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """As asyncio.to_thread, but a cancelled caller waits for the thread first: what it starts is never left behind."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait({thread})
+        raise
+
+
+async def _end_child(name: str, children: dict[str, Child], seconds: float) -> None:
+    await children[name].stop(seconds)
+
+
+def _record(folder: SessionFolder, session: Session, children: dict[str, Child]) -> Session:
+    session = replace(session, children={name: child.pid for name, child in children.items()})
+    folder.write(session)
+    return session
+
+
+@contextlib.asynccontextmanager
+async def _state(cluster: str, url: str) -> AsyncIterator[ControlState]:
+    store = connect(url, REDIS_BUDGET_SECONDS)
+    try:
+        yield ControlState(store, cluster)
+    finally:
+        await store.close()
+
+
+def _reachable(host: str) -> str:
+    """Where a client on this machine finds what listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:
+    """A model folder that the file names relative to itself, as an absolute path."""
+    folder = base / config.model
+    return config.model_copy(update={"model": str(folder.resolve())}) if folder.is_dir() else config

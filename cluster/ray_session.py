@@ -1,0 +1,111 @@
+"""Our connection to Ray: a Ray of this machine alone, ended with us, or one that the configuration names."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from cluster.control_actor import NAME, ControlActor, namespace, rank_resources
+from cluster.pools import describe_resources
+from headrace.config import ClusterConfig
+from headrace.errors import ConfigError, Unavailable
+
+LOOPBACK = "127.0.0.1"
+
+
+def start(config: ClusterConfig) -> None:
+    """Connects this process. Blocks for seconds. ConfigError when the ranks cannot all fit, ever."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    needed = total_resources(config)
+    if config.ray.address is None:
+        ray.init(
+            address="local",
+            namespace=namespace(config.name),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=config.ray.object_store_bytes,
+            **_grants(config, needed),
+        )
+    else:
+        connect(config.ray.address, config.name)
+    _check_fits(needed)
+
+
+def connect(address: str, cluster: str) -> None:
+    """Joins a Ray cluster that somebody else runs."""
+    try:
+        ray.init(address=address, namespace=namespace(cluster), log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise Unavailable(f"ray.address: no Ray cluster answers at {address}: {error}") from error
+
+
+def stop() -> None:
+    """Leaves Ray; a Ray of our own ends, with everything in it."""
+    ray.shutdown()
+
+
+def start_controller(config: ClusterConfig, redis_url: str) -> None:
+    """The controller actor. On a Ray of our own, workers listen on the loopback; elsewhere on their node's address."""
+    host = LOOPBACK if config.ray.address is None else ""
+    actor: Any = (
+        ray.remote(ControlActor)
+        .options(
+            name=NAME,
+            namespace=namespace(config.name),
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=4,
+        )
+        .remote(config.model_dump_json(), redis_url, host)
+    )
+    ray.get(actor.ping.remote())
+
+
+def stop_controller(cluster: str, seconds: float) -> bool:
+    """Has every worker drained and removed, then ends the controller; whether there was one."""
+    try:
+        actor: Any = ray.get_actor(NAME, namespace=namespace(cluster))
+    except ValueError:
+        return False
+    try:
+        ray.get(actor.stop.remote(), timeout=seconds)
+    finally:
+        ray.kill(actor, no_restart=True)
+    return True
+
+
+def total_resources(config: ClusterConfig) -> dict[str, float]:
+    """What all ranks of all pools take together."""
+    ranks = sum(pool.replicas * pool.layout.world_size for pool in config.pools.values())
+    return {name: amount * ranks for name, amount in rank_resources(config).items()}
+
+
+def _grants(config: ClusterConfig, needed: Mapping[str, float]) -> dict[str, Any]:
+    """What a Ray of our own is told that this machine has. CPUs are a number to it, and so is whatever is asked for on a
+    machine where nothing computes on a GPU; only real GPUs are left for Ray to count."""
+    custom = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
+    grants: dict[str, Any] = {
+        "num_cpus": max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0))),
+        "resources": custom,
+    }
+    if config.engine.device == "cpu":
+        grants["num_gpus"] = math.ceil(needed.get("GPU", 0.0))
+    return grants
+
+
+def _check_fits(needed: Mapping[str, float]) -> None:
+    available: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for name, amount in needed.items():
+        if available.get(name, 0.0) < amount:
+            raise ConfigError(
+                f"pools: all ranks together need {describe_resources([{name: amount}]).removesuffix(' on one node')}, "
+                f"the Ray cluster has {available.get(name, 0.0):g}",
+                key="pools",
+                needed=amount,
+                available=available.get(name, 0.0),
+            )
