@@ -21,7 +21,8 @@ from workers.spec import WorkerSpec
 class EngineActor:
     """Rank 0 of one worker: its ranks' meeting place, its engine, its service."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = 30.0) -> None:
+        self._grace_seconds = grace_seconds
         self._spec: WorkerSpec | None = None
         self._address: Future[str] = Future()
         self._ended: Future[None] = Future()
@@ -30,17 +31,17 @@ class EngineActor:
 
     def open(self, spec: WorkerSpec) -> str:
         """Begins to serve, once: where the other ranks join. Loading goes on behind it; ready() waits for that."""
-        from workers.ranks import listen
+        from workers.ranks import build_executor, listen
+        from workers.service import serve
 
         self._spec = spec = on_this_node(spec)
         rendezvous = listen(spec.host, spec.rendezvous_token)
         address = rendezvous.address
 
         async def serving() -> None:
-            from workers.service import serve
-
             self._loop = asyncio.get_running_loop()
-            await serve(spec, rendezvous=rendezvous, on_ready=self._is_ready, stop=self._stop)
+            executor = await asyncio.to_thread(build_executor, spec, rendezvous)
+            await serve(spec, executor, ready=self._is_ready, stop=self._stop, grace_seconds=self._grace_seconds)
 
         run_on_thread("service", lambda: asyncio.run(serving()), self._ended)
         return address
@@ -55,7 +56,8 @@ class EngineActor:
         self._ended.result()
 
     def stop(self) -> None:
-        """Ends the service in order and waits until it has."""
+        """Drains: refuses new work, finishes what runs and what is pinned, cuts what the grace does not suffice for, and
+        ends the service. Returns when it has."""
         if self._loop is not None and not self._ended.done():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._ended.result()
@@ -92,7 +94,8 @@ class RankActor:
 
 def on_this_node(spec: WorkerSpec) -> WorkerSpec:
     """The spec as it holds here: an empty host becomes this node's address in the Ray cluster."""
-    return replace(spec, host=spec.host or ray.util.get_node_ip_address(), node=ray.get_runtime_context().get_node_id())
+    host = spec.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return replace(spec, host=host, node=ray.get_runtime_context().get_node_id())
 
 
 def run_on_thread(name: str, work: Callable[[], None], ended: Future[None]) -> None:

@@ -36,7 +36,6 @@ from workers.spec import WorkerSpec
 TICK_SECONDS = 1.0
 HEALTH_SECONDS = 2.0
 SILENT_SECONDS = 30.0
-DRAIN_SECONDS = 30.0
 
 
 @dataclass
@@ -256,10 +255,7 @@ class Controller:
             worker.seen = replace(worker.seen, role=before)  # so that the next round asks again
 
     async def _drain(self, worker: _Worker, why: str) -> None:
-        with contextlib.suppress(WorkerLost):  # it is gone already: the same end
-            async with WorkerClient(worker.address) as client:
-                await client.drain(DRAIN_SECONDS)
-        await self._pools.stop(worker.seen.worker_id, worker.seen.generation)
+        await self._pools.drain(worker.seen.worker_id, worker.seen.generation)
         if worker.seen.phase is Phase.DRAINING:
             worker.enter(Phase.DRAINED, self._clock.now(), why)
         self._changed.set()

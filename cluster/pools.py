@@ -25,7 +25,8 @@ from headrace.values import ParallelLayout
 from workers.spec import WorkerSpec
 
 ADOPT_SECONDS = 10.0
-STOP_SECONDS = 10.0
+GRACE_SECONDS = 30.0
+MARGIN_SECONDS = 10.0
 
 Progress = Callable[[str], None]
 
@@ -131,13 +132,13 @@ class RayPools:
             for watch in watches:
                 watch.cancel()
 
-    async def stop(self, worker_id: str, generation: int) -> None:
-        """Asks the worker's service to end in order (its lease goes at once); returns when it has, or STOP_SECONDS
-        later."""
+    async def drain(self, worker_id: str, generation: int) -> None:
+        """Lets the worker finish what it has and end in order; returns when it has, however it did, or when its grace
+        is well over."""
         ranks = self._ranks.get((worker_id, generation))
         if ranks:
             with contextlib.suppress(RayError, HeadraceError, TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
+                async with asyncio.timeout(GRACE_SECONDS + MARGIN_SECONDS):
                     await ranks[0].stop.remote()
 
     def remove(self, worker_id: str, generation: int) -> None:
@@ -185,7 +186,7 @@ class RayPools:
 
     def _create(self, spec: WorkerSpec, place: RankPlace, group: PlacementGroup) -> Any:
         resources = dict(place.resources)
-        kind = EngineActor if place.rank == 0 else RankActor
+        kind, arguments = (EngineActor, (GRACE_SECONDS,)) if place.rank == 0 else (RankActor, ())
         return (
             ray.remote(kind)
             .options(
@@ -201,7 +202,7 @@ class RayPools:
                     group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
                 ),
             )
-            .remote()
+            .remote(*arguments)
         )
 
     def _group_name(self, worker_id: str, generation: int) -> str:

@@ -1,4 +1,4 @@
-"""What the control plane asks of one worker, over its Control service: a look inside, another role, a drain."""
+"""What the control plane asks of one worker, over its Control service: a look inside, another role."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,12 +79,6 @@ class WorkerClient:
 
     async def set_role(self, role: Role) -> None:
         await self._call(self._control.SetRole, control_pb2.SetRoleRequest(role=role.value), CALL_SECONDS)
-
-    async def drain(self, grace_seconds: float) -> int:
-        """Returns when nothing runs and nothing is pinned, or the grace is over: how many requests were cut."""
-        request = control_pb2.DrainRequest(grace_seconds=grace_seconds)
-        response = await self._call(self._control.Drain, request, grace_seconds + CALL_SECONDS)
-        return int(response.num_cut)
 
     async def _call(self, method: Any, request: Any, seconds: float) -> Any:
         try:

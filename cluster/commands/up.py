@@ -44,7 +44,7 @@ def command(config: pathlib.Path, detach: bool, as_json: bool, progress_fd: int 
     else:
         session = None
         with _reporting(as_json, console) as report:
-            serve(load(config), config, report, lambda started: _say_ready(started, as_json, console))
+            serve(load(config), config.resolve(), report, lambda started: _say_ready(started, as_json, console))
     if session is not None:
         _say_ready(session, as_json, console)
 
@@ -63,7 +63,7 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
         signals = _Signals()
         folder = SessionFolder(config.name)
         try:
-            async with running(config, str(path.resolve()), folder, report) as cluster:
+            async with running(config, str(path), folder, report) as cluster:
                 ready(cluster.session)
                 await watch(folder, cluster, report)
         except asyncio.CancelledError:

@@ -1,0 +1,113 @@
+"""`headrace demo`: one prefill and one decode worker on this machine's CPU, asked two questions.
+
+It fails (status 1) when the first answer is not the one that the model gives by itself, or when the prompt was not
+computed by the prefill worker: then what is on the screen is not what Headrace promises.
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from cluster.checks import port_is_free
+from cluster.launch import Report, running
+from cluster.progress import json_lines, shown
+from cluster.session import Session, SessionFolder
+from cluster.talk import Answer, Options, Talk, timeline
+from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
+from headrace.errors import InternalError
+from workers import fetch
+
+MODEL = "smollm2-135m-instruct"
+QUESTIONS = ("What is the capital of France?", "And what is that city known for?")
+EXPECTED = "The capital of France is Paris."
+GREEDY = Options(max_tokens=48, temperature=0.0)
+
+
+@click.command(name="demo")
+@click.option("--keep", is_flag=True, help="Leave it serving, and say how to talk to it.")
+@click.option("--model", type=click.Path(path_type=pathlib.Path), help=f"Its folder; fetched when there is none yet.")
+@click.option("--json", "as_json", is_flag=True, help="Progress and answers as JSON lines.")
+def command(keep: bool, model: pathlib.Path | None, as_json: bool) -> None:
+    """Serve SmolLM2-135M-Instruct through one prefill and one decode worker here, and ask it two questions.
+
+    Prints where each request went: queue, prefill, the blocks handed over, decode, TTFT and TPOT.
+    """
+    console = Console(stderr=as_json)
+    folder = fetch.fetch(MODEL, model or default_folder())
+    config = demo_config(folder)
+    if keep:
+        session = _keep(config, console)
+        answers = asyncio.run(_ask(session))
+    else:
+        with shown(console) as report:
+            session, answers = asyncio.run(_serve(config, json_lines(click.get_text_stream("stdout")) if as_json else report))
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        if as_json:
+            click.echo(json.dumps({"question": question, **asdict(answer)}))
+        else:
+            _print(console, question, answer)
+    check(answers)
+    if keep and not as_json:
+        _say_how(console, session)
+
+
+def default_folder() -> pathlib.Path:
+    """models/ of where we are when it has the model, else the user's cache."""
+    here = pathlib.Path("models") / MODEL
+    if (here / "config.json").is_file():
+        return here
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "headrace" / "models" / MODEL
+
+
+def demo_config(model: pathlib.Path) -> ClusterConfig:
+    """One prefill and one decode worker; every prompt is handed over, however short."""
+    router = RouterConfig()
+    return ClusterConfig(
+        name="demo",
+        model=str(model.resolve()),
+        served_model_name=MODEL,
+        pools={"prefill": PoolConfig(role="prefill"), "decode": PoolConfig(role="decode")},
+        engine=EngineConfig(kv_bytes=128 * 2**20, max_num_seqs=8),
+        handoff=HandoffConfig(local_prefill_max_tokens=0),
+        router=RouterConfig(
+            http_port=router.http_port if port_is_free(router.host, router.http_port) else 0,
+            grpc_port=router.grpc_port if port_is_free(router.host, router.grpc_port) else 0,
+        ),
+    )
+
+
+def check(answers: Sequence[Answer]) -> None:
+    """InternalError when the answers are not what this machine has to show."""
+    first, second = answers
+    if first.text.strip() != EXPECTED:
+        raise InternalError(f"the first answer must be {EXPECTED!r}, it is {first.text!r}")
+    for number, answer in enumerate(answers, 1):
+        if not answer.path.prefill_worker.startswith("prefill-"):
+            raise InternalError(f"prompt {number} was computed by {answer.path.decode_worker} alone, not handed over")
+    if not second.cached_tokens:
+        raise InternalError("the second turn found nothing of the first one in the cache")
+
+
+async def _serve(config: ClusterConfig, report: Report) -> tuple[Session, list[Answer]]:
+    async with running(config, "", SessionFolder(config.name), report) as cluster:
+        return cluster.session, await _ask(cluster.session)
+
+
+async def _ask(session: Session) -> list[Answer]:
+    answers: list[Answer] = []
+    messages: list[dict[str, str]] = []
+    async with Talk(session.grpc_address, session.model_name) as talk:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            async for piece in talk.chat(messages, GREEDY):
+                if isinstance(piece, Answer):
+                    answers.append(piece)
+                    messages.append({"role": "assistant", "content": piece.text})
+    return answers

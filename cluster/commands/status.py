@@ -1,0 +1,117 @@
+"""`headrace status`: the pools, who is in them, what they do, how they reach each other."""
+
+import asyncio
+import contextlib
+import json
+from dataclasses import asdict
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from cluster.session import Session, find
+from cluster.snapshot import Snapshot, WorkerStatus, take
+from headrace.errors import ConfigError
+
+WATCH_SECONDS = 1.0
+COLORS = {"ready": "green", "starting": "yellow", "draining": "yellow", "drained": "yellow", "dead": "red"}
+
+
+@click.command(name="status")
+@click.option("--cluster", help="The cluster's name; not needed when there is one.")
+@click.option("--watch", is_flag=True, help="Keep looking, once a second, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True)
+def command(cluster: str | None, watch: bool, as_json: bool) -> None:
+    """Show every pool and worker: role, load, KV blocks, hand-offs, and each link with the reason for its kind."""
+    session = read(cluster)
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_follow_lines(session) if as_json else _follow(session))
+    elif as_json:
+        _say(asyncio.run(take(session)))
+    else:
+        Console().print(_render(asyncio.run(take(session))))
+
+
+def read(cluster: str | None) -> Session:
+    """The session of a cluster that runs. ConfigError says what to do when there is none."""
+    folder = find(cluster)
+    session = folder.read()
+    if session is None or not folder.running:
+        raise ConfigError(f"{folder.cluster} does not run any more: clean up with `headrace down`")
+    return session
+
+
+async def _follow(session: Session) -> None:
+    with Live(refresh_per_second=4) as live:
+        while True:
+            live.update(_render(await take(session)))
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _follow_lines(session: Session) -> None:
+    while True:
+        _say(await take(session))
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def _say(snapshot: Snapshot) -> None:
+    click.echo(json.dumps(asdict(snapshot)))
+
+
+def _render(snapshot: Snapshot) -> RenderableType:
+    session = snapshot.session
+    head = f"[bold]{session.cluster}[/]  {session.model_name}  {session.http_url}/v1  {session.grpc_address}"
+    if not session.ready:
+        head += "  [yellow]starting[/]"
+    if snapshot.controller:
+        head += f"\n[red]controller: {snapshot.controller}[/]"
+    return Group(head, _workers(snapshot), _links(snapshot))
+
+
+def _workers(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("POOL", "WORKER", "ROLE", "LAYOUT", "STATE"):
+        table.add_column(column)
+    for column in ("RUN", "WAIT", "BLOCKS used/cached/pinned/all", "HAND-OFFS in/out", "STEPS"):
+        table.add_column(column, justify="right")
+    table.add_column("REASON")
+    for pool in sorted({*snapshot.desired, *(worker.record.pool for worker in snapshot.workers)}):
+        members = [worker for worker in snapshot.workers if worker.record.pool == pool]
+        ready = sum(worker.record.phase == "ready" for worker in members)
+        name = f"{pool} {ready}/{snapshot.desired.get(pool, 0)}"
+        for worker in members or [None]:
+            table.add_row(name, *(_cells(worker) if worker else ["none"]))
+            name = ""
+    return table
+
+
+def _cells(worker: WorkerStatus) -> list[str]:
+    record, report = worker.record, worker.report
+    state = f"[{COLORS.get(record.phase, 'white')}]{record.phase}[/]"
+    cells = [f"{record.worker_id}.{record.generation}", report.role if report else record.role, record.layout, state]
+    reason = worker.silence or record.reason or (report.unhealthy_reason if report else "")
+    if report is None:
+        return [*cells, "", "", "", "", "", reason]
+    blocks = report.blocks
+    return [
+        *cells,
+        str(report.load.num_running),
+        str(report.load.num_waiting),
+        f"{blocks.active}/{blocks.cached}/{blocks.pinned}/{blocks.total}",
+        f"{report.num_handoffs_in}/{report.num_handoffs_out}",
+        str(report.num_steps),
+        reason,
+    ]
+
+
+def _links(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("LINK", "KIND", "STATE", "MOVED", "WHY"):
+        table.add_column(column)
+    for worker in snapshot.workers:
+        for link in worker.report.links if worker.report else ():
+            moved = f"{link.num_bytes / 2**20:.1f} MiB"
+            table.add_row(f"{worker.record.worker_id} ← {link.worker_id}", link.kind, link.state, moved, link.reason)
+    return table
