@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
+import yaml
 from rich.console import Console
 
 from cluster.checks import port_is_free
+from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
-from cluster.progress import json_lines, shown
 from cluster.session import Session, SessionFolder
 from cluster.talk import Answer, Options, Talk, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
@@ -31,7 +32,7 @@ GREEDY = Options(max_tokens=48, temperature=0.0)
 
 @click.command(name="demo")
 @click.option("--keep", is_flag=True, help="Leave it serving, and say how to talk to it.")
-@click.option("--model", type=click.Path(path_type=pathlib.Path), help=f"Its folder; fetched when there is none yet.")
+@click.option("--model", type=click.Path(path_type=pathlib.Path), help="Its folder; fetched when there is none yet.")
 @click.option("--json", "as_json", is_flag=True, help="Progress and answers as JSON lines.")
 def command(keep: bool, model: pathlib.Path | None, as_json: bool) -> None:
     """Serve SmolLM2-135M-Instruct through one prefill and one decode worker here, and ask it two questions.
@@ -42,19 +43,21 @@ def command(keep: bool, model: pathlib.Path | None, as_json: bool) -> None:
     folder = fetch.fetch(MODEL, model or default_folder())
     config = demo_config(folder)
     if keep:
-        session = _keep(config, console)
+        session = detach(_written(config), as_json, console)
         answers = asyncio.run(_ask(session))
     else:
-        with shown(console) as report:
-            session, answers = asyncio.run(_serve(config, json_lines(click.get_text_stream("stdout")) if as_json else report))
+        with reporting(as_json, console) as report:
+            answers = asyncio.run(_serve_and_ask(config, report))
     for question, answer in zip(QUESTIONS, answers, strict=True):
         if as_json:
             click.echo(json.dumps({"question": question, **asdict(answer)}))
         else:
             _print(console, question, answer)
     check(answers)
-    if keep and not as_json:
-        _say_how(console, session)
+    if keep:
+        say_ready(session, as_json, console)
+        if not as_json:
+            console.print(_curl(session), highlight=False, soft_wrap=True)
 
 
 def default_folder() -> pathlib.Path:
@@ -95,9 +98,17 @@ def check(answers: Sequence[Answer]) -> None:
         raise InternalError("the second turn found nothing of the first one in the cache")
 
 
-async def _serve(config: ClusterConfig, report: Report) -> tuple[Session, list[Answer]]:
+def _written(config: ClusterConfig) -> pathlib.Path:
+    """The configuration as a file that `headrace up` in the background reads."""
+    path = SessionFolder(config.name).path / "demo.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    return path
+
+
+async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
     async with running(config, "", SessionFolder(config.name), report) as cluster:
-        return cluster.session, await _ask(cluster.session)
+        return await _ask(cluster.session)
 
 
 async def _ask(session: Session) -> list[Answer]:
@@ -111,3 +122,14 @@ async def _ask(session: Session) -> list[Answer]:
                     answers.append(piece)
                     messages.append({"role": "assistant", "content": piece.text})
     return answers
+
+
+def _print(console: Console, question: str, answer: Answer) -> None:
+    console.print(f"\n[bold]> {question}[/]\n{answer.text.strip()}", highlight=False)
+    for what, how in timeline(answer):
+        console.print(f"  [cyan]{what:<9}[/]{how}", highlight=False)
+
+
+def _curl(session: Session) -> str:
+    body = {"model": session.model_name, "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    return f"curl {session.http_url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"

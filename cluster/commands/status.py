@@ -81,9 +81,11 @@ def _workers(snapshot: Snapshot) -> Table:
         members = [worker for worker in snapshot.workers if worker.record.pool == pool]
         ready = sum(worker.record.phase == "ready" for worker in members)
         name = f"{pool} {ready}/{snapshot.desired.get(pool, 0)}"
-        for worker in members or [None]:
-            table.add_row(name, *(_cells(worker) if worker else ["none"]))
+        for cells in map(_cells, members):
+            table.add_row(name, *cells)
             name = ""
+        if not members:
+            table.add_row(name)
     return table
 
 

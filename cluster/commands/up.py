@@ -27,10 +27,10 @@ Ready = Callable[[Session], None]
 
 @click.command(name="up")
 @click.argument("config", type=click.Path(path_type=pathlib.Path), default="headrace.yaml")
-@click.option("--detach", is_flag=True, help="Return once it serves; `headrace down` ends it.")
+@click.option("--detach", "in_background", is_flag=True, help="Return once it serves; `headrace down` ends it.")
 @click.option("--json", "as_json", is_flag=True, help="Progress as JSON lines.")
 @click.option("--progress-fd", type=int, hidden=True)
-def command(config: pathlib.Path, detach: bool, as_json: bool, progress_fd: int | None) -> None:
+def command(config: pathlib.Path, in_background: bool, as_json: bool, progress_fd: int | None) -> None:
     """Start the cluster that CONFIG describes: Redis, Ray, workers, router.
 
     CONFIG is a YAML file, headrace.yaml unless named; see examples/. Runs until Ctrl-C.
@@ -39,14 +39,14 @@ def command(config: pathlib.Path, detach: bool, as_json: bool, progress_fd: int 
         _in_background(config, progress_fd)
         return
     console = Console(stderr=as_json)
-    if detach:
-        session = _detach(config, as_json, console)
+    if in_background:
+        session = detach(config, as_json, console)
     else:
         session = None
-        with _reporting(as_json, console) as report:
-            serve(load(config), config.resolve(), report, lambda started: _say_ready(started, as_json, console))
+        with reporting(as_json, console) as report:
+            serve(load(config), config.resolve(), report, lambda started: say_ready(started, as_json, console))
     if session is not None:
-        _say_ready(session, as_json, console)
+        say_ready(session, as_json, console)
 
 
 def load(path: pathlib.Path) -> ClusterConfig:
@@ -90,7 +90,7 @@ class _Signals:
             self._task.cancel()
 
 
-def _detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
+def detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
     """Starts `up` in a session of its own and follows it until it serves."""
     folder = SessionFolder(load(config).name)
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -106,7 +106,7 @@ def _detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
             start_new_session=True,
         )
     os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as lines, _reporting(as_json, console) as report:
+    with os.fdopen(reading, encoding="utf-8") as lines, reporting(as_json, console) as report:
         try:
             return _follow(lines, report, folder)
         except KeyboardInterrupt:
@@ -127,7 +127,7 @@ def _follow(lines: TextIO, report: Report, folder: SessionFolder) -> Session:
 
 
 def _in_background(config: pathlib.Path, progress_fd: int) -> None:
-    """The other end of _detach: progress goes to the pipe until it serves, and to the log from then on."""
+    """The other end of detach: progress goes to the pipe until it serves, and to the log from then on."""
     pipe = os.fdopen(progress_fd, "w", encoding="utf-8")
     to_pipe, to_log = json_lines(pipe), json_lines(sys.stderr)
 
@@ -146,11 +146,11 @@ def _in_background(config: pathlib.Path, progress_fd: int) -> None:
         raise
 
 
-def _reporting(as_json: bool, console: Console) -> contextlib.AbstractContextManager[Report]:
+def reporting(as_json: bool, console: Console) -> contextlib.AbstractContextManager[Report]:
     return contextlib.nullcontext(json_lines(sys.stdout)) if as_json else shown(console)
 
 
-def _say_ready(session: Session, as_json: bool, console: Console) -> None:
+def say_ready(session: Session, as_json: bool, console: Console) -> None:
     if as_json:
         write_line(sys.stdout, {"session": asdict(session)})
         return
