@@ -49,3 +49,9 @@ class Returning:
             rows, token_ids, work = self._expected.popleft()
             work.wait()
             self._rows.sampled(rows, token_ids)
+
+    def settle(self) -> None:
+        """Nothing is under way when this returns."""
+        self.collect()
+        while self._given:
+            self._given.popleft()[1].wait()

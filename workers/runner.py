@@ -5,6 +5,7 @@ inside layers, the residual stream from stage to stage, and the drawn tokens bac
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from workers.spec import WorkerSpec
 from workers.weights import LoadProgress, load, no_progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# shown, on the rank that draws, each plan and float32 logits [rows that draw, vocabulary] before anything adjusts them
+Observe = Callable[[StepPlan, Tensor], None]
+
 WARM_UP = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
 
 
@@ -88,6 +92,7 @@ class Runner:
         context: RankContext,
         *,
         record_margins: bool = False,
+        observe: Observe | None = None,
         progress: LoadProgress = no_progress,
     ) -> None:
         config, dtype = checkpoint.config, DTYPES[engine.dtype]
@@ -108,6 +113,7 @@ class Runner:
             self._sampler = Sampler(
                 engine.max_num_seqs, config.vocab_size, config.eos_ids, context.device, record_margins=record_margins
             )
+        self._observe = observe
         self._returning = Returning(context, self._rows)
         self._passing: tuple[Tensor, Work] | None = None
 
@@ -136,6 +142,13 @@ class Runner:
             self._returning.expect(inputs.sample_rows)
             return None
         return self._draw(plan, inputs, residual_TD, began)
+
+    def settle(self) -> None:
+        """Waits until what this rank has sent has arrived, and what it expects too: called before its groups close, when
+        every rank has carried out the same plans."""
+        if self._passing is not None:
+            self._passing[1].wait()
+        self._returning.settle()
 
     def _change_rows(self, plan: StepPlan) -> None:
         self.pool.set_epochs(plan.fresh)
@@ -177,6 +190,8 @@ class Runner:
             logits_RV = self._model.logits(residual_TD[inputs.sample_at])
             own_R = torch.empty_like(inputs.sample_rows)
             if self._sampler is not None and logits_RV is not None:
+                if self._observe is not None:
+                    self._observe(plan, logits_RV)
                 draws, source = _draws(self._sampler, plan)
                 drawn = self._sampler.sample(logits_RV if len(draws) == len(own_R) else logits_RV[source], draws)
                 own_R.copy_(drawn.token_ids_S[[i for i, draw in enumerate(draws) if draw.own]])

@@ -1,0 +1,73 @@
+"""Processes that play the ranks of a worker, kept for a whole test run: torch is imported once in each."""
+
+import multiprocessing
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed
+
+from headrace.values import ParallelLayout
+from workers.parallel import RankContext, form
+
+REPLY_SECONDS = 60.0
+
+
+class RankProcesses:
+    """Any layout of at most `size` ranks, one job at a time."""
+
+    def __init__(self, pipes: list[Connection], folder: pathlib.Path) -> None:
+        self._pipes = pipes
+        self._folder = folder
+        self._jobs = 0
+
+    def run(self, layout: ParallelLayout, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """job(context, *args) on every rank of a worker; what each returned. A rank's failure is raised here."""
+        self._jobs += 1
+        store = str(self._folder / str(self._jobs))
+        pipes = self._pipes[: layout.world_size]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((layout, rank, store, job, args))
+        replies = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(REPLY_SECONDS):
+                raise TimeoutError(f"rank {rank} of {layout} has not answered for {REPLY_SECONDS} s")
+            replies.append(pipe.recv())
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+
+@contextmanager
+def rank_processes(size: int) -> Iterator[RankProcesses]:
+    spawn = multiprocessing.get_context("spawn")
+    ends = [spawn.Pipe() for _ in range(size)]
+    ranks = [spawn.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in ends]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in ranks:
+            rank.start()
+        try:
+            yield RankProcesses([ours for ours, _ in ends], pathlib.Path(folder))
+        finally:
+            for (ours, _), rank in zip(ends, ranks, strict=True):
+                ours.send(None)
+                rank.join(timeout=10)
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while (order := pipe.recv()) is not None:
+        layout, rank, store, job, args = order
+        try:
+            context: RankContext = form(layout, rank, distributed.FileStore(store, layout.world_size))
+            pipe.send(job(context, *args))
+        except Exception as error:  # raised again where the test runs
+            pipe.send(error)
