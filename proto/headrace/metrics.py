@@ -6,10 +6,11 @@ of reasons, and the served model's name; what a client chose never becomes a lab
 
 from typing import Final
 
-REQUESTS: Final = "headrace_requests_total"  # router; model, outcome
+REQUESTS: Final = "headrace_requests_total"  # router; outcome
+ANSWERS: Final = "headrace_answers_total"  # router; model, outcome
 TTFT: Final = "headrace_ttft_seconds"  # router
 TPOT: Final = "headrace_tpot_seconds"  # router
-ITL: Final = "headrace_itl_seconds"  # router
+ITL: Final = "headrace_itl_seconds"  # router; model
 E2E: Final = "headrace_e2e_seconds"  # router
 ROUTER_QUEUE: Final = "headrace_router_queue_seconds"  # router
 PLACEMENTS: Final = "headrace_placements_total"  # router; why

@@ -1,0 +1,106 @@
+"""A small real implementation of what edges ask of the core: an async generator over a scripted list of tokens.
+
+It detokenises, stops and counts as the core does, so that an edge is tested with true pieces.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from headrace.clock import ManualClock
+from headrace.config import LimitsConfig
+from headrace.errors import HeadraceError
+from headrace.values import Timeline, TokenLogprobs, Usage
+from router.edge import Edge
+from router.requests import Job, Piece, RequestTimeline
+from router.served import Models, ServedModel
+from router.text import Text
+from router.validate import JobMaker
+
+CONTEXT = 64
+VOCABULARY = 500
+
+
+@dataclass
+class Scripted:
+    """Says `answer` to every job, a token at a time; `fail_after` tokens it raises `error`. With a `gate`, each token
+    but the first waits for a permit. Owns the record of what it was asked, and of which jobs were closed early."""
+
+    text: Text
+    answer: str = "The quick brown fox"
+    error: HeadraceError | None = None
+    fail_after: int = 0
+    gate: asyncio.Semaphore | None = None
+    cached_tokens: int = 0
+    jobs: list[Job] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece]:
+        self.jobs.append(job)
+        self.started.set()
+        finished = False
+        try:
+            if self.error is not None and not self.fail_after:
+                raise self.error
+            token_ids = self.text.encode(self.answer)[: job.sampling.max_tokens]
+            num_tokens = 0
+            for index in range(job.n):
+                async for piece in self._sample(job, index, token_ids):
+                    num_tokens += len(piece.token_ids)
+                    if piece.finish is not None and index == job.n - 1:
+                        finished = True
+                        yield self._last(job, piece, num_tokens)
+                    else:
+                        yield piece
+        finally:
+            if not finished and self.error is None:
+                self.cancelled.append(job.request_id)
+            self.ended.set()
+
+    async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
+        stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens)
+        for position, token_id in enumerate(token_ids):
+            if self.gate is not None and position:
+                await self.gate.acquire()
+            if self.error is not None and position == self.fail_after:
+                raise self.error
+            logprobs = self._logprobs(job, token_id)
+            delta = stream.push((token_id,))
+            if delta.stopped:
+                yield Piece(index, delta.text, (token_id,), logprobs, "stop")
+                return
+            if position + 1 == len(token_ids):
+                tail = stream.flush()
+                finish = "length" if len(token_ids) == job.sampling.max_tokens else "stop"
+                yield Piece(index, delta.text + tail.text, (token_id,), logprobs, finish)
+                return
+            yield Piece(index, delta.text, (token_id,), logprobs)
+
+    def _last(self, job: Job, piece: Piece, num_tokens: int) -> Piece:
+        timeline = RequestTimeline(Timeline(prefill_worker="p1"), 0.25, "d1", 1)
+        usage = Usage(len(job.prompt_token_ids), num_tokens, self.cached_tokens)
+        return Piece(piece.index, piece.text, piece.token_ids, piece.logprobs, piece.finish, usage, timeline)
+
+    def _logprobs(self, job: Job, token_id: int) -> tuple[TokenLogprobs, ...]:
+        num = job.sampling.num_logprobs
+        if num is None:
+            return ()
+        return (TokenLogprobs(token_id, -0.5, tuple((token_id + at, -0.5 - at) for at in range(num))),)
+
+
+def make_edge(
+    text: Text, requests: Scripted, *, api_keys: Sequence[str] = (), unready: str | None = None, clock: ManualClock
+) -> Edge:
+    draws = random.Random(7)
+    return Edge(
+        Models({"tiny": ServedModel("tiny", "r1", CONTEXT, VOCABULARY, text)}),
+        JobMaker(LimitsConfig(default_max_tokens=16), lambda: draws.getrandbits(64)),
+        requests,
+        clock,
+        unready=lambda: unready,
+        draw_id=lambda: f"{draws.getrandbits(32):08x}",
+        api_keys=api_keys,
+    )
