@@ -108,13 +108,14 @@ class Mailbox:
     `key` names the attempt that counts: what is said of an older one is dropped by the session.
     """
 
-    __slots__ = ("_items", "_overflowed", "_pacer", "_started", "_waiter", "key")
+    __slots__ = ("_items", "_overflowed", "_pacer", "_ready", "_started", "_waiter", "key")
 
     def __init__(self, key: RequestKey, pacer: Pacer) -> None:
         self.key = key
         self._pacer = pacer
         self._items: list[Said] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._ready = False
         self._started = False
         self._overflowed = False
 
@@ -136,16 +137,19 @@ class Mailbox:
             self.wake()
 
     async def take(self) -> list[Said]:
-        """Everything said since the last take, in order; waits until there is something."""
-        if not self._items or (self._waiter is not None and not self._waiter.done()):
+        """Everything said since the last take, in order; waits until the request is woken."""
+        while not self._ready:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        self._ready = False
         items, self._items = self._items, []
         return items
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._items:
+            self._ready = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)

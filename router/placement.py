@@ -15,7 +15,7 @@ from router.view import View, WorkerView
 
 BEST_FEW = 4
 EXPECTED_OUTPUT_TOKENS = 128
-NEAR_EQUAL_RATIO = 1.05
+NEAR_EQUAL_RATIO = 0.05
 NEAR_EQUAL_SECONDS = 1e-3
 
 
@@ -275,10 +275,11 @@ def _exposed_transfer_seconds(
 
 
 def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
-    """Reports are up to half a second old: near-equals are drawn, or every router would pile onto the same one."""
-    best = min(pair.price_seconds for pair in pairs)
-    limit = best * NEAR_EQUAL_RATIO + NEAR_EQUAL_SECONDS
-    near = [pair for pair in pairs if pair.price_seconds <= limit]
+    """Reports are up to half a second old: near-equals are drawn, or every router would pile onto the same one.
+    Near is near in what depends on the workers' queues and caches; a hand-off and none are never equal."""
+    best = min(pairs, key=lambda pair: pair.price_seconds)
+    limit = best.price_seconds + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
+    near = [p for p in pairs if p.price_seconds <= limit and (p.prefill is None) == (best.prefill is None)]
     return near[min(int(tie * len(near)), len(near) - 1)], len(near)
 
 

@@ -98,6 +98,7 @@ class NullWorker:
         self.submits: asyncio.Queue[Request] = asyncio.Queue()
         self.cancels: asyncio.Queue[RequestKey] = asyncio.Queue()
         self.places: asyncio.Queue[tuple[RequestKey, str | None]] = asyncio.Queue()
+        self.pings: asyncio.Queue[None] = asyncio.Queue()
         self.routers: list[str] = []
         self.muted = False
         self._auto = auto
@@ -169,6 +170,7 @@ class NullWorker:
                     self.places.put_nowait((wire.key_from_pb(message.place.key), prefill))
                 case "ping":
                     if not self._auto:
+                        self.pings.put_nowait(None)
                         await outbox.put(worker_pb2.WorkerMessage(pong=worker_pb2.Pong()))
 
     def _take(self, request: Request) -> None:

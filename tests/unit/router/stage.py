@@ -27,7 +27,7 @@ def open_text(job: Job) -> TextStream:
 
 def job(request_id: str = "r", *, prompt: int = 10, max_tokens: int = 8, **fields: Any) -> Job:
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Job(request_id, "null", tuple(range(prompt)), sampling, **fields)  # type: ignore[arg-type]
+    return Job(request_id, "null", tuple(range(prompt)), sampling, **fields)
 
 
 @dataclass

@@ -1,0 +1,68 @@
+import pytest
+
+from headrace.errors import InternalError
+from headrace.values import FinishReason, RequestKey, SamplingParams, SequenceOutput, Usage
+from router.flight import Flight
+from tests.unit.router.stage import job, open_text
+
+KEY = RequestKey("r")
+
+
+def flight(**fields: object) -> Flight:
+    request = job(**fields)  # type: ignore[arg-type]
+    return Flight(request, KEY, lambda: open_text(request), 0.0)
+
+
+def said(text: str, num_generated: int, *, index: int = 0, finish: FinishReason | None = None) -> SequenceOutput:
+    return SequenceOutput(KEY, index, tuple(map(ord, text)), num_generated, finish=finish)
+
+
+def test_messages_that_waited_together_become_one_piece_a_sample() -> None:
+    on = flight(n=2)
+    pieces = on.relay([said("a", 1), said("x", 1, index=1), said("b", 2), said("c", 3)])
+    assert [(piece.index, piece.text) for piece in pieces] == [(0, "abc"), (1, "x")]
+
+
+def test_case_21_one_token_is_one_token() -> None:
+    on = flight(max_tokens=1)
+    (piece,) = on.relay([said("a", 1, finish=FinishReason.LENGTH)])
+    assert (piece.text, piece.finish, piece.usage) == ("a", "length", Usage(10, 1, 0))
+    assert on.done
+
+
+def test_a_stop_string_in_the_last_message_wins_over_the_workers_length() -> None:
+    on = flight(stop=("c",))
+    (piece,) = on.relay([said("abcd", 4, finish=FinishReason.LENGTH)])
+    assert (piece.text, piece.finish, len(piece.token_ids)) == ("ab", "stop", 3)
+    assert piece.usage == Usage(10, 3, 0)
+    assert on.ended_by_worker
+
+
+def test_case_23_a_stop_string_counts_only_after_min_tokens() -> None:
+    on = flight(stop=("a",), sampling=SamplingParams(max_tokens=9, min_tokens=3))
+    first = on.relay([said("ab", 2)])
+    last = on.relay([said("a", 3)])
+    assert "".join(piece.text for piece in first + last) == "ab"
+    assert last[-1].finish == "stop"
+
+
+def test_a_token_that_is_missing_or_comes_twice_is_an_error() -> None:
+    on = flight()
+    on.relay([said("a", 1)])
+    with pytest.raises(InternalError) as caught:
+        on.relay([said("a", 1)])
+    assert caught.value.numbers == {"counted": "2", "reported": "1"}
+
+
+def test_a_sample_that_was_not_asked_for_is_an_error() -> None:
+    with pytest.raises(InternalError, match="sample 1 of 1"):
+        flight().relay([said("a", 1, index=1)])
+
+
+def test_what_is_submitted_carries_time_left_and_never_less_than_none() -> None:
+    on = flight()
+    on.deadline = 5.0
+    assert on.request(3.0, 64).seconds_left == 2.0
+    assert on.request(9.0, 64).seconds_left == 0.0
+    assert on.request(3.0, 64).local_prefill_max_tokens == 64
+    assert on.request(3.0, 64).prefill is None
