@@ -136,7 +136,7 @@ class Controller:
             for _, worker in sorted(self._workers.items())
         )
         desired = {name: pool.replicas for name, pool in self._desired.pools.items()} if self._desired else None
-        history = {slot: (past.generation, past.failures) for slot, past in self._history.items()}
+        history = {slot: (past.generation, past.failures, past.reason) for slot, past in self._history.items()}
         await self._state.write_observed(ObservedState(self._token, records, desired, history))
 
     async def _wait(self) -> None:
@@ -159,6 +159,9 @@ class Controller:
                     worker.enter(Phase.DRAINING, self._clock.now(), action.why)
                     tasks.create_task(self._drain(worker, action.why))
                 case Remove():
+                    if action.failed:
+                        past = self._history[action.worker_id]
+                        self._history[action.worker_id] = past.failed(self._clock.now(), 0.0, action.why)
                     self._remove(self._workers[action.worker_id])
                 case _:
                     assert_never(action)
@@ -241,7 +244,7 @@ class Controller:
             worker.enter(Phase.DRAINED, now, worker.seen.reason)
         else:
             ready_seconds = now - worker.seen.since if worker.seen.phase is Phase.READY else 0.0
-            self._history[slot] = self._history[slot].failed(now, ready_seconds)
+            self._history[slot] = self._history[slot].failed(now, ready_seconds, reason)
             worker.enter(Phase.DEAD, now, reason)
         self._changed.set()
 
@@ -264,8 +267,6 @@ class Controller:
         slot = worker.seen.worker_id
         if worker.task is not None:
             worker.task.cancel()
-        if worker.seen.phase is Phase.STARTING:
-            self._history[slot] = self._history[slot].failed(self._clock.now(), 0.0)
         self._pools.remove(slot, worker.seen.generation)
         del self._workers[slot]
         self._changed.set()

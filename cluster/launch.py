@@ -167,11 +167,9 @@ async def _workers_ready(config: ClusterConfig, report: Report) -> None:
     assert config.redis.url is not None
     wanted = sum(pool.replicas for pool in config.pools.values())
     async with _state(config.name, config.redis.url) as state:
-        reasons: dict[str, str] = {}
         while True:
             observed = await state.observed() or ObservedState("")
             ready = [worker for worker in observed.workers if worker.phase == Phase.READY]
-            reasons |= {worker.worker_id: worker.reason for worker in observed.workers if worker.phase == Phase.DEAD}
             waiting = [
                 f"{worker.worker_id} {worker.reason or worker.phase}"
                 for worker in observed.workers
@@ -180,9 +178,9 @@ async def _workers_ready(config: ClusterConfig, report: Report) -> None:
             report(Step("workers", ", ".join([f"{len(ready)} of {wanted}", *waiting]), done=len(ready) >= wanted))
             if len(ready) >= wanted:
                 return
-            for slot, (_, failures) in (observed.history or {}).items():
+            for slot, (_, failures, reason) in (observed.history or {}).items():
                 if failures >= MAX_START_FAILURES:
-                    raise Unavailable(f"{slot} failed {failures} times: {reasons.get(slot, 'see its log')}")
+                    raise Unavailable(f"{slot} failed {failures} times, last because {reason}")
             await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -9,7 +9,7 @@ configuration), no worker is drained, none changes its role, and no pool is made
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace.values import ParallelLayout, Role
@@ -67,18 +67,20 @@ class ObservedWorker:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is remembered of a slot: the last generation it had, and how often it failed in a row."""
+    """What is remembered of a slot: the last generation it had, how often it failed in a row, and why it last did."""
 
     generation: int = 0
     failures: int = 0
     failed_at: float = 0.0
+    reason: str = ""
 
     def started(self, generation: int) -> "History":
-        return History(generation, self.failures, self.failed_at)
+        return replace(self, generation=generation)
 
-    def failed(self, now: float, ready_seconds: float) -> "History":
+    def failed(self, now: float, ready_seconds: float, reason: str) -> "History":
         """One more failure in a row, or the first one when the worker had served for STEADY_SECONDS."""
-        return History(self.generation, 1 if ready_seconds >= STEADY_SECONDS else self.failures + 1, now)
+        failures = 1 if ready_seconds >= STEADY_SECONDS else self.failures + 1
+        return History(self.generation, failures, now, reason)
 
     @property
     def not_before(self) -> float:
@@ -129,11 +131,12 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """End all ranks, give their resources back, and forget the worker."""
+    """End all ranks, give their resources back, and forget the worker. `failed`: its slot waits before it starts again."""
 
     worker_id: str
     generation: int
     why: str
+    failed: bool = False
 
 
 Action = Start | SetRole | Drain | Remove
@@ -176,7 +179,7 @@ def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
                 removals.append(Remove(worker.worker_id, worker.generation, worker.reason or worker.phase))
             case Phase.STARTING if now - worker.since > START_SECONDS:
                 why = f"not ready {START_SECONDS:.0f} s after its start" + (worker.reason and f": {worker.reason}")
-                removals.append(Remove(worker.worker_id, worker.generation, why))
+                removals.append(Remove(worker.worker_id, worker.generation, why, failed=True))
             case _:
                 pass
     return removals

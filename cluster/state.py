@@ -46,16 +46,20 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """The whole of `observed`. `history` is what survives a controller: generations and failures by worker id."""
+    """The whole of `observed`. `history` is what survives a controller: (generation, failures in a row, why it last
+    failed) by worker id."""
 
     controller: str
     workers: tuple[WorkerRecord, ...] = ()
     desired: Mapping[str, int] | None = None
-    history: Mapping[str, tuple[int, int]] | None = None
+    history: Mapping[str, tuple[int, int, str]] | None = None
 
     def generations(self) -> dict[str, History]:
         """The histories a new controller starts from; its clock is another one, so delays start over."""
-        return {worker: History(generation) for worker, (generation, _) in (self.history or {}).items()}
+        return {
+            worker: History(generation, reason=reason)
+            for worker, (generation, _, reason) in (self.history or {}).items()
+        }
 
 
 class ControlState:
@@ -145,7 +149,7 @@ def decode_observed(raw: bytes | str) -> ObservedState | None:
             controller=data["controller"],
             workers=tuple(WorkerRecord(**worker) for worker in data["workers"]),
             desired=data["desired"],
-            history={worker: (int(g), int(f)) for worker, (g, f) in (data["history"] or {}).items()},
+            history={worker: (int(g), int(f), str(why)) for worker, (g, f, why) in (data["history"] or {}).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -76,7 +76,7 @@ class World:
         worker = self.workers[worker_id]
         if phase is Phase.DEAD:
             served = self.now - worker.since if worker.phase is Phase.READY else 0.0
-            self.history[worker_id] = self.history[worker_id].failed(self.now, served)
+            self.history[worker_id] = self.history[worker_id].failed(self.now, served, "died")
         self.workers[worker_id] = replace(worker, phase=phase, since=self.now)
 
     def progress(self) -> None:
@@ -182,10 +182,10 @@ def test_the_delay_doubles_up_to_its_limit_and_is_forgotten_after_steady_service
     history = History(generation=1)
     delays = []
     for _ in range(8):
-        history = history.failed(100.0, ready_seconds=1.0)
+        history = history.failed(100.0, 1.0, "died")
         delays.append(history.not_before - 100.0)
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, MAX_DELAY_SECONDS, MAX_DELAY_SECONDS]
-    assert history.failed(200.0, ready_seconds=STEADY_SECONDS).failures == 1
+    assert history.failed(200.0, STEADY_SECONDS, "died").failures == 1
 
 
 def test_a_smaller_pool_drains_its_highest_worker_and_removes_it_once_drained() -> None:
@@ -226,4 +226,4 @@ def test_a_worker_that_does_not_become_ready_is_given_up_with_its_reason() -> No
     )
     world.now += START_SECONDS + 1
     (removal,) = reconcile(desired, world.observed, world.now)
-    assert removal == Remove("decode-0", 1, "not ready 600 s after its start: waits for 1 × GPU")
+    assert removal == Remove("decode-0", 1, "not ready 600 s after its start: waits for 1 × GPU", failed=True)
