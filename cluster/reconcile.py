@@ -147,8 +147,10 @@ def worker_id(pool: str, index: int) -> str:
 
 
 def reconcile(desired: Desired, observed: Observed, now: float) -> list[Action]:
-    """The actions that bring `observed` nearer to `desired`, removals first. None are needed when it returns none."""
+    """The actions that bring `observed` nearer to `desired`: removals first, starts last, those that need the most of one
+    node before those that fit anywhere. None are needed when it returns none."""
     actions: list[Action] = []
+    starts: list[Start] = []
     actions += _removals(observed.workers, now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
@@ -167,8 +169,8 @@ def reconcile(desired: Desired, observed: Observed, now: float) -> list[Action]:
         actions += [_leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
         kept = [worker for worker in staying if worker not in surplus]
         actions += _reshapes(kept, target, desired.trusted)
-        actions += _starts(pool, target, kept, workers, observed.history, now)
-    return actions
+        starts += _starts(pool, target, kept, workers, observed.history, now)
+    return [*actions, *sorted(starts, key=lambda start: -start.layout.tp)]
 
 
 def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
@@ -221,7 +223,7 @@ def _starts(
     workers: list[ObservedWorker],
     history: Mapping[str, History],
     now: float,
-) -> list[Action]:
+) -> list[Start]:
     """The lowest slots that nobody keeps, as many as are missing; a slot still held or in its delay is waited for."""
     indices = {worker.index for worker in kept}
     held = {worker.index for worker in workers}

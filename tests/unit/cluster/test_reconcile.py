@@ -227,3 +227,9 @@ def test_a_worker_that_does_not_become_ready_is_given_up_with_its_reason() -> No
     world.now += START_SECONDS + 1
     (removal,) = reconcile(desired, world.observed, world.now)
     assert removal == Remove("decode-0", 1, "not ready 600 s after its start: waits for 1 × GPU", failed=True)
+
+
+def test_the_widest_worker_starts_first_so_that_narrow_ones_do_not_break_up_its_node() -> None:
+    pools = {"decode": DesiredPool(Role.DECODE, 1), "prefill": DesiredPool(Role.PREFILL, 1, TWO)}
+    starts = reconcile(Desired(pools), Observed([]), 0.0)
+    assert [start.worker_id for start in starts if isinstance(start, Start)] == ["prefill-0", "decode-0"]

@@ -1,0 +1,33 @@
+import pytest
+
+from cluster.pools import actor_name, describe_resources, parse_actor_name, plan_placement
+from headrace.values import ParallelLayout
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(4), ParallelLayout(1, 3), ParallelLayout(4, 2)])
+@pytest.mark.parametrize("each", [{"GPU": 1.0}, {"CPU": 0.5}, {"GPU": 0.25, "slot": 1.0}])
+def test_case_66_a_group_holds_exactly_what_its_ranks_take(layout: ParallelLayout, each: dict[str, float]) -> None:
+    placement = plan_placement(layout, each)
+    for name, amount in each.items():
+        assert sum(bundle[name] for bundle in placement.bundles) == amount * layout.world_size
+    for index, bundle in enumerate(placement.bundles):
+        ranks = [place for place in placement.ranks if place.bundle == index]
+        assert {name: sum(place.resources[name] for place in ranks) for name in each} == bundle
+
+
+def test_the_ranks_of_a_stage_share_a_bundle_and_so_a_node() -> None:
+    placement = plan_placement(ParallelLayout(tp=2, pp=2), {"GPU": 1.0})
+    assert [place.bundle for place in placement.ranks] == [0, 0, 1, 1]
+    assert placement.strategy == "PACK"
+    assert plan_placement(ParallelLayout(tp=2), {"GPU": 1.0}).strategy == "STRICT_PACK"
+
+
+def test_an_actors_name_says_whose_rank_it_is() -> None:
+    assert parse_actor_name(actor_name("decode-0", 3, 1)) == ("decode-0", 3, 1)
+    for other in ("controller", "a/b/c", "a/1", "a/1/2/3", ""):
+        assert parse_actor_name(other) is None
+
+
+def test_resources_read_as_words() -> None:
+    assert describe_resources([{"GPU": 4.0}]) == "4 GPU on one node"
+    assert describe_resources([{"GPU": 4.0}, {"GPU": 4.0}]) == "2 × 4 GPU"
