@@ -70,6 +70,7 @@ def paged_decode(
         scratch.arrived,
         layer,
         num_rows,
+        tile.least_tiles,
         batch.block_tables_RB.stride(0),
         q_RHE.stride(0),
         out_RHE.stride(0),
@@ -86,13 +87,12 @@ def paged_decode(
         C=tile.tokens,
         I=MERGED_AT_ONCE,
         ROWS=triton.next_power_of_2(num_rows),
-        LEAST=tile.least_tiles,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "least_tiles", "table_stride"])
 def _decode(
     Q,
     POOL,
@@ -104,6 +104,7 @@ def _decode(
     ARRIVED,
     layer,
     num_rows,
+    least_tiles,
     table_stride,
     q_stride,
     out_stride,
@@ -120,14 +121,13 @@ def _decode(
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
-    LEAST: tl.constexpr,
 ):
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     tiles_R = tl.cdiv(tl.load(CONTEXTS + rows, mask=rows < num_rows, other=0), C)
     ends_R = tl.cumsum(tiles_R, 0) * K
     total = tl.sum(tiles_R, 0) * K
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), least_tiles)
     tile = program * share
     stop = tl.minimum(tile + share, total)
     row = tl.sum((ends_R <= tile).to(tl.int32), 0)

@@ -1,0 +1,371 @@
+"""What each kernel reaches of the card's own limits, measured in the same run: `python -m loadtests.bench_kernels`.
+
+Checks every kernel against its reference first, then times CUDA-graph replays with events. Rows named *_fraction are
+of the measured copy rate (bytes read and written), of the measured matrix rate, or, for pulls, of a plain one-sided
+copy over the link. With two devices, `--pull` adds the pull of a peer's blocks (loadtests.bench_pull).
+Shape: Llama-3.1-8B, bf16, blocks of 32 tokens.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.cuda import CudaOps
+from kernels.ops import AttentionBatch
+from kernels.reference import ReferenceOps
+from kernels.tuning import card
+
+LAYERS, HEADS, KV_HEADS, DIM, WIDTH, FEED_FORWARD, BLOCK = 32, 32, 8, 128, 4096, 14336, 32
+NUM_BLOCKS = 4480  # 18 GiB: 128 rows of 1k and one of 8k
+SCALE = DIM**-0.5
+DTYPE = torch.bfloat16
+MUST = {"decode_b128_1k_fraction": 0.92, "decode_b1_32k_fraction": 0.80, "pull_512mib_gbps": 340.0}
+AIM = {"decode_b128_1k_fraction": 0.97, "decode_b1_32k_fraction": 0.92, "pull_512mib_gbps": 375.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report, in the form that every benchmark has."""
+
+    name: str
+    value: float
+    unit: str
+    better: str
+    samples: list[float]
+    peer: float | None = None
+    peer_name: str | None = None
+    detail: dict[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        must, aim = MUST.get(self.name), AIM.get(self.name)
+        met = None if must is None else self.value >= must
+        ratio = (
+            None if self.peer is None else self.value / self.peer if self.better == "higher" else self.peer / self.value
+        )
+        return {
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "better": self.better,
+            "must": must,
+            "aim": aim,
+            "met": met,
+            "samples": self.samples,
+            "peer": self.peer,
+            "peer_name": self.peer_name,
+            "ratio": ratio,
+            "detail": self.detail,
+        }
+
+
+def seconds_of(run: Callable[[], object], repeats: int = 15, inner: int = 1) -> list[float]:
+    """Seconds of one `run` in each of `repeats` replays of a graph that holds `inner` of them."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            run()
+    for _ in range(2):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 / inner for a, b in itertools.pairwise(marks)]
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy within the device."""
+    source = torch.empty(2**31, dtype=torch.int16, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / statistics.median(seconds_of(lambda: target.copy_(source)))
+
+
+def matrix_rate(device: torch.device) -> float:
+    """FLOP/s of a large product of random bf16 matrices."""
+    size = 8192
+    a, b = (torch.randn(size, size, dtype=DTYPE, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / statistics.median(seconds_of(lambda: torch.mm(a, b, out=out)))
+
+
+def random_pool(num_blocks: int, device: torch.device) -> Tensor:
+    pool = torch.empty(num_blocks, KV_HEADS, LAYERS, 2, BLOCK, DIM, dtype=DTYPE, device=device)
+    for part in pool.split(64):
+        part.normal_()
+    return pool
+
+
+def batch_of(rows: list[tuple[int, int]], device: torch.device) -> AttentionBatch:
+    """Rows of (tokens, context) over blocks scattered at random."""
+    columns = max(-(-context // BLOCK) for _, context in rows)
+    tables = torch.randperm(NUM_BLOCKS, device=device)[: len(rows) * columns].to(torch.int32).view(len(rows), columns)
+    positions = torch.cat([torch.arange(context - tokens, context, device=device) for tokens, context in rows])
+    row_of_T = torch.repeat_interleave(torch.tensor([tokens for tokens, _ in rows], device=device))
+    slots = tables[row_of_T, positions // BLOCK].long() * BLOCK + positions % BLOCK
+    return AttentionBatch(
+        starts_R1=torch.tensor([0, *(tokens for tokens, _ in rows)]).cumsum(0).to(device, torch.int32),
+        contexts_R=torch.tensor([context for _, context in rows], dtype=torch.int32, device=device),
+        block_tables_RB=tables,
+        slots_T=slots,
+        positions_T=positions,
+        num_decodes=sum(tokens == 1 for tokens, _ in rows),
+        max_query=max(tokens for tokens, _ in rows),
+        max_context=max(context for _, context in rows),
+    )
+
+
+def ragged_batch(contexts: list[int], device: torch.device) -> AttentionBatch:
+    """Decode rows of unequal length over disjoint blocks; table columns beyond a row's context are absurd."""
+    order = torch.randperm(NUM_BLOCKS, dtype=torch.int32)
+    needed = [-(-context // BLOCK) for context in contexts]
+    if sum(needed) > NUM_BLOCKS:
+        raise ValueError(f"contexts must fit {NUM_BLOCKS} blocks, got {sum(needed)}")
+    tables = torch.full((len(contexts), max(needed)), 2**30, dtype=torch.int32)
+    for row, blocks in enumerate(order[: sum(needed)].split(needed)):
+        tables[row, : needed[row]] = blocks
+    tokens = torch.zeros(len(contexts), dtype=torch.int64, device=device)
+    return AttentionBatch(
+        starts_R1=torch.arange(len(contexts) + 1, dtype=torch.int32, device=device),
+        contexts_R=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables_RB=tables.to(device),
+        slots_T=tokens,
+        positions_T=tokens,
+        num_decodes=len(contexts),
+        max_query=1,
+        max_context=max(contexts),
+    )
+
+
+def queries(num_tokens: int, device: torch.device) -> Tensor:
+    """A slice of a projection that holds k and v too, as a model hands it over."""
+    return torch.randn(num_tokens, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=device)[:, :HEADS]
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+class Bench:
+    """Times everything on one device and collects rows; owns the pool that all attention rows share."""
+
+    def __init__(self, device: torch.device, ops: CudaOps) -> None:
+        self.device, self.ops = device, ops
+        self.rows: list[Row] = []
+        self.copy_rate, self.matrix_rate = copy_rate(device), matrix_rate(device)
+        self.pool = random_pool(NUM_BLOCKS, device)
+        self._note("copy_gbps", self.copy_rate / 1e9, "gbps", [])
+        self._note("matrix_tflops", self.matrix_rate / 1e12, "tflops", [])
+
+    def check(self) -> None:
+        """Every kernel against its reference, at the shapes that are timed. ValueError where one is off."""
+        reference = ReferenceOps()
+        errors: dict[str, float] = {}
+        batches = {
+            "decode": ragged_batch([1000 + 37 * i for i in range(24)] + [32768], self.device),
+            "prefill": batch_of([(77, 77), (513, 1537), (300, 300)], self.device),
+        }
+        for name, batch in batches.items():
+            q = queries(int(batch.starts_R1[-1]), self.device)
+            for layer in (0, LAYERS - 1):
+                got = self.ops.attention(q, self.pool, layer, batch, SCALE)
+                expected = reference.attention(q, self.pool, layer, batch, SCALE)
+                errors[f"{name} layer {layer}"] = relative_error(got, expected)
+        x = torch.randn(300, WIDTH, dtype=DTYPE, device=self.device)
+        weight = torch.randn(WIDTH, dtype=DTYPE, device=self.device)
+        errors["norm"] = relative_error(self.ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        for got, expected in zip(
+            self.ops.add_rms_norm(x, x.flip(0), weight, 1e-5),
+            reference.add_rms_norm(x, x.flip(0), weight, 1e-5),
+            strict=True,
+        ):
+            errors[f"add norm {len(errors)}"] = relative_error(got, expected)
+        gate = torch.randn(77, 2 * FEED_FORWARD, dtype=DTYPE, device=self.device)
+        errors["silu"] = relative_error(self.ops.silu_mul(gate), reference.silu_mul(gate))
+        print("relative errors:", {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
+        bad = {name: error for name, error in errors.items() if not error < 1e-2}
+        if bad:
+            raise ValueError(f"relative error must be below 1e-2, got {bad}")
+
+    def decode(self, num_rows: int, context: int, label: str) -> None:
+        """All layers of one step, one graph."""
+        batch = batch_of([(1, context)] * num_rows, self.device)
+        q = queries(num_rows, self.device)
+
+        def step() -> None:
+            for layer in range(LAYERS):
+                self.ops.attention(q, self.pool, layer, batch, SCALE)
+
+        num_bytes = LAYERS * num_rows * (context * KV_HEADS * 2 * DIM + 2 * HEADS * DIM) * 2
+        self._bandwidth(f"decode_{label}", num_bytes, seconds_of(step))
+
+    def decode_mixed(self) -> None:
+        """128 rows of 100 to 1,800 tokens and one of 16k: what the even split is for."""
+        contexts = [100 + 37 * i % 1700 for i in range(128)] + [16384]
+        batch = ragged_batch(contexts, self.device)
+        q = queries(len(contexts), self.device)
+
+        def step() -> None:
+            for layer in range(LAYERS):
+                self.ops.attention(q, self.pool, layer, batch, SCALE)
+
+        num_bytes = LAYERS * (sum(contexts) * KV_HEADS * 2 * DIM + 2 * len(contexts) * HEADS * DIM) * 2
+        self._bandwidth("decode_mixed", num_bytes, seconds_of(step))
+
+    def prefill(self, num_tokens: int, context: int, label: str) -> None:
+        """One row, beside SDPA's cuDNN back end on dense K and V where the chunk is the whole context."""
+        batch = batch_of([(num_tokens, context)], self.device)
+        q = queries(num_tokens, self.device)
+        flops = 4 * HEADS * DIM * (num_tokens * context - num_tokens * (num_tokens - 1) / 2)
+        layers = 8
+
+        def chunk() -> None:
+            for layer in range(layers):
+                self.ops.attention(q, self.pool, layer, batch, SCALE)
+
+        samples = [layers * flops / s / 1e12 for s in seconds_of(chunk)]
+        peer = None
+        if num_tokens == context:
+            dense_q = torch.randn(1, HEADS, num_tokens, DIM, dtype=DTYPE, device=self.device)
+            k, v = (torch.randn(1, KV_HEADS, num_tokens, DIM, dtype=DTYPE, device=self.device) for _ in range(2))
+
+            def dense() -> None:
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    scaled_dot_product_attention(dense_q, k, v, is_causal=True, enable_gqa=True)
+
+            try:
+                peer = flops / statistics.median(seconds_of(dense)) / 1e12
+            except RuntimeError as error:
+                print(f"no peer: {error}", flush=True)
+        rate = statistics.median(samples)
+        self._note(
+            f"prefill_{label}_tflops", rate, "tflops", samples, peer, fraction_of_matrix=rate * 1e12 / self.matrix_rate
+        )
+
+    def elementwise(self) -> None:
+        """Norms, rotary store and gate: bandwidth at 8,192 tokens, microseconds at 1 and 128."""
+        for num_tokens in (8192, 128, 1):
+            x, residual = (torch.randn(num_tokens, WIDTH, dtype=DTYPE, device=self.device) for _ in range(2))
+            weight = torch.randn(WIDTH, dtype=DTYPE, device=self.device)
+            gate = torch.randn(num_tokens, 2 * FEED_FORWARD, dtype=DTYPE, device=self.device)
+            projection = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=self.device)
+            q, k, v = projection.split((HEADS, KV_HEADS, KV_HEADS), 1)
+            cos_sin = torch.randn(num_tokens, DIM, device=self.device)
+            batch = batch_of([(num_tokens, num_tokens)], self.device)
+            runs: dict[str, tuple[Callable[[], object], int]] = {
+                "norm": (partial(self.ops.rms_norm, x, weight, 1e-5), 2 * x.nbytes),
+                "add_norm": (partial(self.ops.add_rms_norm, x, residual, weight, 1e-5), 4 * x.nbytes),
+                "silu_mul": (partial(self.ops.silu_mul, gate), gate.nbytes * 3 // 2),
+                "rope_store": (
+                    partial(self.ops.rope_store, q, k, v, cos_sin, self.pool, 1, batch),
+                    2 * projection.nbytes,
+                ),
+            }
+            for name, (run, num_bytes) in runs.items():
+                samples = seconds_of(run, inner=10)
+                if num_tokens == 8192:
+                    self._bandwidth(name, num_bytes, samples)
+                else:
+                    us = [s * 1e6 for s in samples]
+                    self._note(f"{name}_t{num_tokens}_us", statistics.median(us), "us", us)
+
+    def _bandwidth(self, name: str, num_bytes: int, seconds: list[float]) -> None:
+        fractions = [num_bytes / s / self.copy_rate for s in seconds]
+        typical = statistics.median(seconds)
+        self._note(
+            f"{name}_fraction",
+            statistics.median(fractions),
+            "fraction",
+            fractions,
+            microseconds=typical * 1e6,
+            gbps=num_bytes / typical / 1e9,
+        )
+
+    def _note(
+        self, name: str, value: float, unit: str, samples: list[float], peer: float | None = None, **detail: float
+    ) -> None:
+        better = "lower" if unit == "us" else "higher"
+        row = Row(name, value, unit, better, samples, peer, "SDPA cuDNN, dense" if peer else None, detail)
+        self.rows.append(row)
+        print(f"{name:28} {value:10.3f} {unit:9}", *(f"{k}={v:.1f}" for k, v in detail.items()), peer or "", flush=True)
+
+
+def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
+    """The object that every benchmark ends with."""
+    properties = torch.cuda.get_device_properties(device)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "bench": "kernels",
+        "commit": os.environ.get("HEADRACE_COMMIT") or commit.stdout.strip(),
+        "command": " ".join(["python -m loadtests.bench_kernels", *sys.argv[1:]]),
+        "hardware": f"{properties.name}, {properties.multi_processor_count} multiprocessors, "
+        f"{properties.total_memory / 2**30:.0f} GiB; {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "date": time.strftime("%Y-%m-%d"),
+        "calibration_ms": None,
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pull", action="store_true", help="only the pull between two devices")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; default docs/benchmarks/kernels-CARD.json")
+    parser.add_argument("--gate", action="store_true", help="exit 1 where a row misses its must")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0)
+    if arguments.pull:
+        from loadtests.bench_pull import measure_pull
+
+        rows = [Row(name, value, unit, "higher", samples) for name, value, unit, samples in measure_pull(device)]
+    else:
+        torch.manual_seed(0)
+        bench = Bench(device, CudaOps(device))
+        bench.check()
+        for num_rows, context, label in (
+            (128, 1024, "b128_1k"),
+            (32, 1024, "b32_1k"),
+            (1, 32768, "b1_32k"),
+            (1, 1024, "b1_1k"),
+        ):
+            bench.decode(num_rows, context, label)
+        bench.decode_mixed()
+        for num_tokens, context, label in (
+            (1024, 1024, "1k"),
+            (4096, 4096, "4k"),
+            (8192, 8192, "8k"),
+            (2048, 16384, "2k_at_14k"),
+        ):
+            bench.prefill(num_tokens, context, label)
+        bench.elementwise()
+        rows = bench.rows
+    result = report(rows, device)
+    suffix = "-pull" if arguments.pull else ""
+    path = arguments.out or Path(f"docs/benchmarks/kernels-{card(device)}{suffix}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 1 if arguments.gate and any(row["met"] is False for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

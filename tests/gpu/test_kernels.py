@@ -1,0 +1,104 @@
+"""The kernels on a CUDA device, over sizes that meet every boundary of block, tile and split."""
+
+import pytest
+import torch
+
+from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
+from tests.unit.kernels import checks
+
+pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [63, 64, 65], [0, 129, 0, 1], [700], [7, 0, 64, 311, 2, 32, 33, 500] * 3],
+    ids=["one", "edges", "padding", "long", "mixed"],
+)
+@pytest.mark.parametrize("num_programs", [1, 7, 132, 528])
+def test_decode(contexts: list[int], num_programs: int, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        tile = tuning_of(CUDA).decode
+        checks.check_decode(contexts, 4, 8, 128, 32, num_programs, tile, CUDA, dtype, seed)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "block_size"), [(1, 4, 64, 16), (3, 3, 64, 32), (7, 2, 128, 32), (16, 1, 256, 64)]
+)
+@pytest.mark.parametrize("tile", [DecodeTile(32, 2, 1, 4, 4), DecodeTile(64, 2, 2, 4, 4), DecodeTile(64, 1, 1, 8, 2)])
+def test_decode_shapes(group: int, kv_heads: int, head_dim: int, block_size: int, tile: DecodeTile) -> None:
+    checks.check_decode([200, 45, 1, 257], group, kv_heads, head_dim, block_size, 37, tile, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(5, 5)], [(128, 128), (129, 129)], [(33, 400), (64, 191)], [(1, 9), (1, 0), (4, 20), (1, 30), (200, 333)]],
+    ids=["short", "whole", "offset", "mixed"],
+)
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(1, 2, 64), (3, 3, 64), (4, 8, 128)])
+def test_prefill(rows: list[tuple[int, int]], group: int, kv_heads: int, head_dim: int) -> None:
+    for tile in (PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3), tuning_of(CUDA).prefill):
+        checks.check_prefill(rows, group, kv_heads, head_dim, 32, tile, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (37, 4096), (5, 576), (3, 32, 128), (300, 9, 64)])
+def test_norms(shape: tuple[int, ...]) -> None:
+    checks.check_norms(shape, tuning_of(CUDA).norm, CUDA, torch.bfloat16)
+    checks.check_norms(shape, RowTile(1024, 4), CUDA, torch.float32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (28, 4, 128)])
+def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
+    rows = [(1, 4), (1, 0), (90, 130), (3, 0), (2, 16)]
+    for tile in (tuning_of(CUDA).rope, RopeTile(4, 4)):
+        checks.check_rope_store(rows, heads, kv_heads, head_dim, 32, tile, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 14336), (37, 1536), (5, 100)])
+def test_silu_mul(num_tokens: int, width: int) -> None:
+    checks.check_silu_mul(num_tokens, width, tuning_of(CUDA).silu, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_programs", [1, 32, 500])
+def test_pull(num_programs: int) -> None:
+    for words in (4096, 100):
+        tile = PullTile(num_programs, 8192, 16)
+        checks.check_pull((70, 8, 4), (90, 8, 4), (0, 0, 8), (0, 0, 4), 60, words, tile, CUDA)
+        checks.check_pull((70, 8, 4), (90, 4, 6), (3, 1, 3), (1, 4, 2), 60, words, tile, CUDA)
+
+
+def test_stale_blocks_are_counted() -> None:
+    checks.check_stale(5000, 3000, 1700, CUDA)
+
+
+def test_an_operation_stops_the_host_for_nothing() -> None:
+    """Attention of a mixed batch and all the rest, with synchronisation an error, then captured and replayed."""
+    from kernels.cuda import CudaOps
+    from tests.unit.kernels.batches import filled_pool, paged_batch
+
+    generator = torch.Generator().manual_seed(1)
+    batch = paged_batch([(1, 70), (1, 0), (1, 33), (40, 90)], 32, 20, generator)
+    pool = filled_pool((20, 2, 2, 2, 32, 64), 1, batch, generator).to(CUDA, torch.bfloat16)
+    batch, ops = checks.on(batch, CUDA), CudaOps(CUDA)
+    q, k, v = torch.randn(43, 12, 64, device=CUDA, dtype=torch.bfloat16).split((8, 2, 2), 1)
+    cos_sin = torch.randn(100, 64, device=CUDA)
+    weight = torch.randn(64, device=CUDA, dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        turned = ops.rms_norm(ops.rope_store(q, k, v, cos_sin, pool, 1, batch), weight, 1e-5)
+        flat = ops.attention(turned, pool, 1, batch, 0.2).view(43, -1)
+        return ops.silu_mul(ops.add_rms_norm(flat, flat, weight.repeat(8), 1e-5)[0])
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        eager = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    captured.fill_(torch.nan)
+    graph.replay()
+    real = torch.tensor([token for token in range(43) if token != 1], device=CUDA)
+    assert torch.equal(captured[real], eager[real])
