@@ -67,10 +67,11 @@ class Batch:
         self.arrived: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.num_forking = 0
+        self.num_preemptions = 0
         self.over: list[RequestState] = []
         self._free_rows = list(range(self.num_rows - 1, -1, -1))
         self._flights: deque[_Flight] = deque()
-        self._num_leaving = 0
+        self._leaving: dict[Sequence, None] = {}
         self._ends: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self._guards: list[Holding] = []
@@ -125,30 +126,21 @@ class Batch:
 
     def decode(self) -> None:
         """One token of every running sequence whose next token is not sure to be its last."""
-        size = self.block_size
-        number = self._number + 1
-        work, sequences, ledger = self._work, self._sequences, self.ledger
+        work, sequences = self._work, self._sequences
+        running = Stage.RUNNING
         for seq in tuple(self.decoding):
-            num_drawn = seq.num_drawn
-            outputs = seq.outputs
-            if seq.stage is not Stage.RUNNING or len(outputs) + num_drawn >= seq.state.max_new_tokens:
-                continue
             position = seq.num_scheduled
+            if position >= seq.end_position or seq.stage is not running:
+                continue
             new_blocks: tuple[int, ...] = ()
-            if position % size == 0 or not seq.row_started:
-                holding = held(seq)
-                if position == len(holding.blocks) * size:
-                    if not self._make_room(seq, 1):
-                        continue
-                    ledger.allocate(holding, 1)
+            if position >= seq.fill_at:
+                if not self._fill(seq):
+                    continue
                 new_blocks = self._unsent(seq)
+            outputs = seq.outputs
+            known = (outputs[-1],) if position + 1 == seq.num_prompt + len(outputs) else None
             seq.num_scheduled = position + 1
-            seq.num_drawn = num_drawn + 1
-            seq.num_in_flight += 1
-            seq.num_planned = number
-            work.append(
-                _row_work(RowWork, (seq.row, position, 1, None if num_drawn else (outputs[-1],), new_blocks, 1))
-            )
+            work.append(_row_work(RowWork, (seq.row, position, 1, known, new_blocks, 1)))
             sequences.append(seq)
         self._num_decodes = len(work)
         self._budget -= len(work)
@@ -158,17 +150,14 @@ class Batch:
         for seq in tuple(self.arrived):
             if not self._free_rows or self._budget == 0:
                 break
-            if seq.num_scheduled == len(seq.blocks) * self.block_size:
-                if not self._make_room(seq, 1):
-                    continue
-                self.ledger.allocate(held(seq), 1)
+            if not self._fill(seq):
+                continue
             self.arrived.remove(seq)
             self._take_row(seq)
             self.decoding.append(seq)
             new_blocks = self._unsent(seq)
             position = seq.num_scheduled
             seq.num_scheduled = position + 1
-            seq.num_drawn = 1
             self._add(seq, RowWork(seq.row, position, 1, (seq.outputs[-1],), new_blocks, 1))
             self._num_decodes += 1
 
@@ -205,8 +194,7 @@ class Batch:
         self.ledger.share(holding, fit.hits)
         num_cached = len(fit.hits) * self.block_size
         seq.num_computed = seq.num_scheduled = num_cached
-        seq.num_published = len(fit.hits)
-        seq.publish_at = num_cached + self.block_size
+        seq.set_published(len(fit.hits))
         seq.reserved = fit.num_needed
         self.reserved_blocks += fit.num_needed
         self._take_row(seq)
@@ -287,7 +275,6 @@ class Batch:
         num_samples = seq.num_samples if end == total else 0
         new_blocks = self._unsent(seq)
         seq.num_scheduled = end
-        seq.num_drawn = min(num_samples, 1)
         self._add(seq, RowWork(seq.row, start, end - start, seq.tokens(start, end), new_blocks, num_samples))
         if num_samples:
             self.prefilling.remove(seq)
@@ -297,8 +284,6 @@ class Batch:
                 self.num_forking += 1
 
     def _add(self, seq: Sequence, work: RowWork) -> None:
-        seq.num_in_flight += 1
-        seq.num_planned = self._number + 1
         self._work.append(work)
         self._sequences.append(seq)
         self._budget -= work.num_tokens
@@ -314,6 +299,7 @@ class Batch:
         blocks = seq.blocks
         new_blocks = tuple(blocks[seq.num_sent :])
         seq.num_sent = len(blocks)
+        seq.fill_at = len(blocks) * self.block_size
         return new_blocks
 
     def _is_long(self, seq: Sequence) -> bool:
@@ -326,13 +312,26 @@ class Batch:
 
     # -- room
 
+    def _fill(self, seq: Sequence) -> bool:
+        """Sees that it has a block for its next position; False when it has to wait a step for one."""
+        if seq.num_scheduled == len(seq.blocks) * self.block_size:
+            if not self._make_room(seq, 1):
+                return False
+            self.ledger.allocate(held(seq), 1)
+        return True
+
     def _make_room(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether so many blocks are available, after preempting younger sequences if need be. False: it waits a step
         (blocks are on their way, or others are ahead of it)."""
         while self.ledger.available < num_blocks:
-            if self._num_leaving:
+            if self._leaving:
                 return False
-            victims = [other for other in (*self.decoding, *self.prefilling, *self.arrived) if self._yields(other, seq)]
+            planned = set(self._sequences)
+            victims = [
+                other
+                for other in (*self.decoding, *self.prefilling, *self.arrived)
+                if other not in planned and self._yields(other, seq)
+            ]
             if not victims:
                 return False
             self.preempt(max(victims, key=_age))
@@ -341,7 +340,6 @@ class Batch:
     def _yields(self, other: Sequence, seq: Sequence) -> bool:
         return (
             _preemptible(other)
-            and other.num_planned <= self._number
             and (seq.state.kind is Kind.TICKET or _age(other) > _age(seq))
             and self.ledger.num_exclusive(held(other)) > 0
         )
@@ -349,6 +347,7 @@ class Batch:
     def preempt(self, seq: Sequence) -> None:
         """Takes its blocks and row away; it will be computed again, from what is then cached."""
         seq.state.num_preemptions += 1
+        self.num_preemptions += 1
         self.leave(seq, Stage.PREEMPTED)
 
     def leave(self, seq: Sequence, stage: Stage) -> None:
@@ -369,11 +368,14 @@ class Batch:
             return
         self.reserved_blocks -= seq.reserved
         seq.reserved = 0
-        if seq.num_in_flight:
+        if self._is_in_flight(seq):
             self.ledger.quarantine(held(seq))
-            self._num_leaving += 1
+            self._leaving[seq] = None
         else:
             self._vacate(seq, had_row=before is Stage.RUNNING)
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return any(seq in flight.sequences for flight in self._flights)
 
     def _drop_running(self, seq: Sequence) -> None:
         if seq in self.decoding:
@@ -423,22 +425,33 @@ class Batch:
         self, sequences: SequenceOf[Sequence], result: StepResult, now: float, outputs: list[SequenceOutput]
     ) -> None:
         drawn, logprobs = result.token_ids, result.logprobs
+        running, plain = Stage.RUNNING, not logprobs
+        add = outputs.append
         for at, seq in enumerate(sequences):
-            seq.num_in_flight -= 1
             stage = seq.stage
-            if stage is Stage.ENDED:
+            if stage is running and plain:
+                token = drawn[at]
+                num_generated = len(seq.outputs) + 1
+                if num_generated < seq.event_at and token not in seq.stop_ids:
+                    seq.outputs.append(token)
+                    add(SequenceOutput(seq.key, seq.index, (token,), num_generated))
+                    continue
+            if stage is not Stage.ENDED:
+                self._advance(seq, drawn[at], None if plain else logprobs[at], now, outputs)
+            if seq.stage is not running:
                 self._landed(seq)
-                continue
-            computed = seq.num_computed = seq.num_computed + 1
-            seq.num_drawn -= 1
-            output = seq.accept(drawn[at], logprobs[at] if logprobs else None, now)
-            outputs.append(output)
-            if computed >= seq.publish_at:
-                self.publish(seq)
-            if output.finish is not None:
-                self._end(seq)
-            elif stage is Stage.PREEMPTED:
-                self._landed(seq)
+
+    def _advance(
+        self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float, outputs: list[SequenceOutput]
+    ) -> None:
+        """A decode row's token, with all that may come of it."""
+        output = seq.accept(token_id, logprobs, now)
+        outputs.append(output)
+        if output.num_generated >= seq.event_at:
+            seq.num_computed = seq.num_tokens - 1
+            self.publish(seq)
+        if output.finish is not None:
+            self._end(seq)
 
     def _apply_chunk(
         self,
@@ -449,14 +462,11 @@ class Batch:
         now: float,
         events: StepEvents,
     ) -> None:
-        seq.num_in_flight -= 1
         if seq.stage is Stage.ENDED:
             self._landed(seq)
             return
         seq.num_computed += work.num_tokens
-        seq.num_drawn -= min(work.num_samples, 1)
-        if seq.num_computed >= seq.publish_at:
-            self.publish(seq)
+        self.publish(seq)
         found = logprobs or (None,) * len(drawn)
         if seq.state.kind is Kind.TICKET:
             self._announce(seq, drawn, found, now, events)
@@ -468,8 +478,7 @@ class Batch:
             events.outputs.append(output)
             if output.finish is not None:
                 self._end(seq)
-                return
-        if seq.stage is Stage.PREEMPTED:
+        if seq.stage is not Stage.RUNNING:
             self._landed(seq)
 
     def _announce(
@@ -547,6 +556,7 @@ class Batch:
         if partial and ledger.available == 0:
             sample.stage = Stage.PREEMPTED
             sample.state.num_preemptions += 1
+            self.num_preemptions += 1
             self.preempted.append(sample)
             return False
         holding = sample.holding = ledger.open((sample.key, sample.index))
@@ -560,8 +570,7 @@ class Batch:
             ledger.quarantine(guard)
             self._guards.append(guard)
         sample.num_computed = sample.num_scheduled = trunk.num_prompt
-        sample.num_published = num_full
-        sample.publish_at = (num_full + 1) * self.block_size
+        sample.set_published(num_full)
         return True
 
     def publish(self, seq: Sequence) -> None:
@@ -570,22 +579,21 @@ class Batch:
         chain = seq.extend_chain(num_full)
         for index in range(seq.num_published, num_full):
             self.ledger.publish(held(seq), index, chain[index])
-        seq.num_published = num_full
-        seq.publish_at = (num_full + 1) * self.block_size
+        seq.set_published(num_full)
 
     def _end(self, seq: Sequence) -> None:
         """Its last token is in. (One that was preempted meanwhile only has its blocks to give back.)"""
         if seq.stage is Stage.PREEMPTED:
             seq.stage = Stage.ENDED
-            self._landed(seq)
         else:
             self.leave(seq, Stage.ENDED)
         if seq.state.num_unfinished == 0:
             self.over.append(seq.state)
 
     def _landed(self, seq: Sequence) -> None:
-        if seq.num_in_flight == 0:
-            self._num_leaving -= 1
+        """A plan that worked on it is over: if it has left and no other plan does, what it held is given back."""
+        if seq in self._leaving and not self._is_in_flight(seq):
+            del self._leaving[seq]
             self._vacate(seq, had_row=True)
 
 

@@ -172,7 +172,8 @@ class Scheduler:
         outlook = self._outlook(state)
         holding = state.trunk.holding = self.ledger.open((key, 0))
         self.ledger.share(holding, self._hits(state))
-        state.held_blocks = state.num_landed = state.trunk.num_published = outlook.held_blocks
+        state.held_blocks = state.num_landed = outlook.held_blocks
+        state.trunk.set_published(outlook.held_blocks)
         state.claimed_blocks = outlook.num_prompt_blocks - outlook.held_blocks
         self._batch.claimed_blocks += state.claimed_blocks
         self._backlog.started(state)
@@ -508,6 +509,11 @@ class Scheduler:
                     case Stage.ENDED:
                         pass
         return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._batch.num_preemptions
 
     def counts(self) -> BlockCounts:
         return self.ledger.counts()

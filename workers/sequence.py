@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 class Stage(Enum):
-    """Where a sequence is. ENDED and PREEMPTED ones may still be in a plan in flight (Sequence.num_in_flight)."""
+    """Where a sequence is. ENDED and PREEMPTED ones may still be in a plan in flight."""
 
     WAITING = "waiting"
     ARRIVED = "arrived"
@@ -48,7 +48,6 @@ class RequestState:
         "max_new_tokens",
         "min_tokens",
         "num_announced",
-        "num_generated",
         "num_landed",
         "num_preemptions",
         "num_unfinished",
@@ -90,7 +89,6 @@ class RequestState:
         self.max_new_tokens = min(sampling.max_tokens, max_context_tokens - request.num_prompt_tokens)
         self.samples: list[Sequence] = [Sequence(self, 0, self.prompt_chain)]
         self.num_unfinished = request.n
-        self.num_generated = 0
         self.cached_tokens = 0
         self.bypassed = 0
         self.asked = False
@@ -119,7 +117,8 @@ class RequestState:
         return FinishReason.LENGTH if num_generated >= self.max_new_tokens else None
 
     def usage(self) -> Usage:
-        return Usage(self.request.num_prompt_tokens, self.num_generated, self.cached_tokens)
+        num_generated = sum(len(sample.outputs) for sample in self.samples)
+        return Usage(self.request.num_prompt_tokens, num_generated, self.cached_tokens)
 
     def timeline(self, now: float) -> Timeline:
         transfer = self.transfer
@@ -153,32 +152,38 @@ class Transfer:
 
 
 class Sequence:
-    """One sample. Positions below `num_computed` hold final KV; below `num_scheduled` they do, or a plan in flight
-    writes them. `num_drawn` tokens are being drawn in flight. `num_sent` blocks of the table are known to the row;
-    `row` means something while RUNNING, and while a step in flight may still use it. `reserved` blocks are promised to
-    its prompt and not yet allocated. `num_planned` is the last plan it is in."""
+    """One sample. Positions below `num_scheduled` hold KV, or a plan in flight writes it.
+
+    `num_computed`: those of the prompt (or of all that is computed again) whose KV is final; while it decodes it is
+    brought up to date only when a block fills. `num_sent` blocks of the table are known to the row; `row` means
+    something while RUNNING, and while a plan in flight may still use it. `reserved` blocks are promised to its known
+    tokens and not yet allocated.
+
+    Three marks keep the decode loops short: at position `fill_at` the row needs a block (or is not begun), position
+    `end_position` is never computed, and the `event_at`th token fills a block or is the last.
+    """
 
     __slots__ = (
         "chain",
+        "end_position",
+        "event_at",
+        "fill_at",
         "holding",
         "index",
         "key",
         "num_computed",
-        "num_drawn",
-        "num_in_flight",
-        "num_planned",
         "num_prompt",
         "num_published",
         "num_scheduled",
         "num_sent",
         "outputs",
-        "publish_at",
         "reserved",
         "row",
         "row_started",
         "spare_rows",
         "stage",
         "state",
+        "stop_ids",
     )
 
     def __init__(self, state: RequestState, index: int, chain: list[BlockId]) -> None:
@@ -194,15 +199,20 @@ class Sequence:
         self.spare_rows: list[int] = []
         self.holding: Holding | None = None
         self.reserved = 0
-        self.num_in_flight = 0
-        self.num_planned = 0
+        self.stop_ids = state.stop_ids
+        self.end_position = self.num_prompt + state.max_new_tokens - 1
         self.rewind()
 
     def rewind(self) -> None:
         """Nothing is computed: the start, and what preemption goes back to."""
-        self.num_computed = self.num_scheduled = self.num_drawn = 0
-        self.num_published = self.num_sent = 0
-        self.publish_at = self.state.hasher.block_size
+        self.num_computed = self.num_scheduled = self.num_sent = self.fill_at = 0
+        self.set_published(0)
+
+    def set_published(self, num_blocks: int) -> None:
+        """Its first `num_blocks` blocks are in the cache, or came from it."""
+        self.num_published = num_blocks
+        fills_at = (num_blocks + 1) * self.state.hasher.block_size - self.num_prompt + 1
+        self.event_at = min(fills_at, self.state.max_new_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -244,7 +254,6 @@ class Sequence:
         outputs = self.outputs
         outputs.append(token_id)
         num_generated = len(outputs)
-        state.num_generated += 1
         finish = state.finish_of(token_id, num_generated)
         usage = timeline = None
         if num_generated == 1 and self.index == 0:
