@@ -5,13 +5,16 @@ step that reads it. A token drawn depends on that digest, the seed and the sampl
 request must get, however it was chunked, cached, preempted, forked or handed over.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from headrace.values import FinishReason, Request, SamplingParams, TokenLogprobs
+from headrace.blocks import BlockHasher
+from headrace.values import FinishReason, Request, RequestKey, SamplingParams, SequenceOutput, TokenLogprobs
 from workers.blocks import BlockLedger, Hold
 from workers.plan import RowStart, RowWork, StepPlan, StepResult
+from workers.scheduler import Scheduler, SchedulerLimits, StepEvents
 
 Cell = bytes
 EMPTY: Cell = b""
@@ -85,6 +88,7 @@ class PlanChecker:
         self.cells: list[list[Cell]] = [[EMPTY] * block_size for _ in range(num_blocks)]
         self.epochs = [0] * num_blocks
         self.rows: dict[int, _Row] = {}
+        self.pulled: set[tuple[int, int]] = set()
         self.last_number = 0
         self.num_tokens = 0
 
@@ -97,9 +101,9 @@ class PlanChecker:
         for row in plan.ends:
             del self.rows[row]
         for block, epoch in plan.fresh:
-            assert epoch > self.epochs[block], f"the epoch of block {block} grows"
-            self.epochs[block] = epoch
-            self.cells[block] = [EMPTY] * self.block_size if not self._pulled(block) else self.cells[block]
+            assert epoch > self.epochs[block] or (block, epoch) in self.pulled, f"the epoch of block {block} grows"
+            self.epochs[block] = max(epoch, self.epochs[block])
+        self.pulled.clear()
         for source, target in plan.copies:
             self.cells[target] = list(self.cells[source])
         for start in plan.starts:
@@ -164,18 +168,13 @@ class PlanChecker:
 
     def pull(self, source: "PlanChecker", pairs: Iterable[tuple[tuple[int, int], tuple[int, int]]]) -> bool:
         """Reads ((block, epoch) of the source, (block, epoch) of ours) pairs; False when a source epoch had moved."""
-        fresh = True
-        for (theirs, epoch), (ours, _) in pairs:
-            fresh = fresh and source.epochs[theirs] == epoch
+        valid = True
+        for (theirs, epoch), (ours, our_epoch) in pairs:
+            valid = valid and source.epochs[theirs] == epoch
             self.cells[ours] = list(source.cells[theirs])
-        return fresh
-
-    def digest(self, blocks: Sequence[int], num_tokens: int) -> list[Cell]:
-        return [self.cells[blocks[p // self.block_size]][p % self.block_size] for p in range(num_tokens)]
-
-    def _pulled(self, block: int) -> bool:
-        """Pulls go beside plans: a pulled block's content is there before the plan that names its epoch."""
-        return any(self.cells[block])
+            self.epochs[ours] = our_epoch
+            self.pulled.add((ours, our_epoch))
+        return valid
 
     def _check_writers(self, plan: StepPlan) -> None:
         assert self.ledger is not None
@@ -197,3 +196,111 @@ class PlanChecker:
                     f"block {block} is written by row {work.row} and has {holders.get(block)} owners"
                 )
                 assert tables[block] == 1, f"block {block} is written by row {work.row} and stands in another's table"
+
+
+class CheckedWorker:
+    """A scheduler and the executor that checks it: an engine without time. With `overlap` a plan is made before the
+    result of the one before it is applied. Outputs are collected by request and sample, and checked as they come."""
+
+    def __init__(
+        self,
+        model: FakeModel | None = None,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_step_tokens: int = 16,
+        max_waiting: int = 1000,
+        pin_seconds: float = 10.0,
+        overlap: bool = True,
+        **limits: float,
+    ) -> None:
+        self.model = model or FakeModel()
+        self.overlap = overlap
+        self.ledger = BlockLedger(num_blocks, block_size)
+        self.limits = SchedulerLimits(
+            max_num_seqs,
+            max_step_tokens,
+            self.model.max_context_tokens,
+            max_waiting,
+            pin_seconds,
+            **limits,  # type: ignore[arg-type]
+        )
+        self.scheduler = Scheduler(
+            self.limits,
+            self.ledger,
+            lambda adapter, salt: BlockHasher(
+                revision="r", kv_format="f", block_size=block_size, adapter=adapter, cache_salt=salt
+            ),
+            eos_token_ids=self.model.eos_token_ids,
+            vocab_size=self.model.vocab_size,
+        )
+        self.checker = PlanChecker(
+            self.model,
+            num_blocks,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            ledger=self.ledger,
+        )
+        self.flights: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.outputs: dict[tuple[RequestKey, int], list[SequenceOutput]] = {}
+
+    def launch(self, now: float = 0.0) -> StepPlan | None:
+        plan = self.scheduler.schedule(now)
+        self.ledger.audit()
+        if plan is not None:
+            self.plans.append(plan)
+            self.flights.append(self.checker.run(plan))
+        return plan
+
+    def land(self, now: float = 0.0) -> StepEvents:
+        events = self.scheduler.apply(self.flights.popleft(), now)
+        self.ledger.audit()
+        self.collect(events.outputs)
+        return events
+
+    def collect(self, outputs: Iterable[SequenceOutput]) -> None:
+        for output in outputs:
+            known = self.outputs.setdefault((output.key, output.index), [])
+            assert not known or known[-1].finish is None, f"{output} comes after the last"
+            assert output.num_generated == sum(len(o.token_ids) for o in known) + len(output.token_ids)
+            known.append(output)
+
+    def turn(self, now: float = 0.0) -> StepEvents:
+        """One turn of the engine's loop: at most one plan made, and a result taken when it is time to."""
+        plan = self.launch(now) if len(self.flights) < 2 else None
+        if self.flights and (plan is None or not self.overlap or len(self.flights) == 2):
+            return self.land(now)
+        return StepEvents()
+
+    def run(self, now: float = 0.0, max_turns: int = 10_000) -> list[StepEvents]:
+        """Turns until nothing can be computed any more."""
+        events: list[StepEvents] = []
+        for _ in range(max_turns):
+            plan = self.launch(now) if len(self.flights) < 2 else None
+            if plan is None and not self.flights:
+                return events
+            if plan is None or not self.overlap or len(self.flights) == 2:
+                events.append(self.land(now))
+        raise AssertionError(f"no end after {max_turns} turns")
+
+    def tokens(self, key: RequestKey, index: int = 0) -> list[int]:
+        return [token for output in self.outputs.get((key, index), []) for token in output.token_ids]
+
+    def finish(self, key: RequestKey, index: int = 0) -> FinishReason | None:
+        outputs = self.outputs.get((key, index), [])
+        return outputs[-1].finish if outputs else None
+
+    def check_answer(self, request: Request) -> None:
+        """Every sample of a finished request has exactly the model's tokens and finish."""
+        for index in range(request.n):
+            answer = self.model.answer(request, index)
+            assert (self.tokens(request.key, index), self.finish(request.key, index)) == answer, (request.key, index)
+
+    def check_empty(self) -> None:
+        """Nothing is held: every block is free or cached."""
+        counts = self.scheduler.counts()
+        assert self.ledger.holdings() == ()
+        assert counts.free + counts.cached == counts.total == self.ledger.num_blocks
