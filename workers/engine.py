@@ -1,0 +1,250 @@
+"""The engine: a scheduler, an executor, and the loop between them (design section 6).
+
+    schedule → run → postprocess
+
+The overlapped loop keeps one step ahead: plan k+1 is made and handed over while plan k computes, so that the ranks
+never wait for bookkeeping. The plain loop does the same without overlap, and is its specification.
+
+Everything here belongs to one event loop. Whoever changes the scheduler through `engine.scheduler` calls
+`engine.changed()` afterwards; an idle engine waits for that and for nothing else.
+"""
+
+import asyncio
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from headrace.clock import Clock
+from headrace.costmodel import CostModel, OnlineFit
+from headrace.errors import HeadraceError, WorkerLost
+from headrace.values import Load, RequestKey, SequenceOutput
+from workers.executor import Executor
+from workers.faults import Faults
+from workers.plan import StepPlan, StepResult
+from workers.scheduler import ChunkDone, Scheduler
+
+T = TypeVar("T")
+
+SWEEP_SECONDS = 0.05
+WARM_UP_STEPS = 4
+_NOTHING = Load()
+
+
+class StepKind(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """How much a plan computes, as the cost model counts it. Contexts in tokens."""
+
+    kind: StepKind
+    num_sequences: int
+    num_prefills: int
+    prefill_tokens: int
+    mean_prefill_context: float
+    decode_context_tokens: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "StepWork":
+        decodes, prefills = plan.work[: plan.num_decodes], plan.work[plan.num_decodes :]
+        tokens = sum(row.num_tokens for row in prefills)
+        weighted = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in prefills)
+        if not prefills:
+            kind = StepKind.DECODE
+        else:
+            kind = StepKind.MIXED if decodes else StepKind.PREFILL
+        return cls(
+            kind=kind,
+            num_sequences=len(plan.work),
+            num_prefills=len(prefills),
+            prefill_tokens=tokens,
+            mean_prefill_context=weighted / tokens if tokens else 0.0,
+            decode_context_tokens=sum(row.start + 1 for row in decodes),
+        )
+
+
+class Listener(Protocol):
+    """Whom the engine tells. Called on the event loop; must return at once."""
+
+    def on_step(self, work: StepWork, seconds: float) -> None: ...
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None: ...
+
+    def on_chunk(self, chunk: ChunkDone) -> None: ...
+
+    def on_deadline(self, key: RequestKey) -> None:
+        """The request's deadline passed; the scheduler has ended it."""
+
+    def on_pin_ended(self, key: RequestKey) -> None:
+        """Nobody pulled or renewed a finished ticket in time; its blocks are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: StepPlan
+    result: Future[StepResult]
+
+
+class Engine:
+    """Owns the scheduler and the fit; alone in calling Executor.step()."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        *,
+        overlap: bool = True,
+        faults: Faults | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.num_steps = 0
+        self._overlap = overlap
+        self._faults = faults or Faults()
+        self._fit = OnlineFit()
+        self._warm_up = dict.fromkeys(StepKind, WARM_UP_STEPS)
+        self._wake = asyncio.Event()
+        self._occupied = asyncio.Event()
+        self._pulse = asyncio.Event()
+        self.version = 0
+        self._busy_since: float | None = None
+
+    @property
+    def cost(self) -> CostModel:
+        """What this worker's steps cost, as measured so far."""
+        return self._fit.model
+
+    def add_transfer(self, num_bytes: int, seconds: float) -> None:
+        self._fit.add_transfer(num_bytes, seconds)
+
+    def changed(self) -> None:
+        """Something was given to, or taken from, the scheduler."""
+        self._wake.set()
+        self._occupied.set()
+        self._tell_waiters()
+
+    async def next_change(self) -> None:
+        """Returns after the next step, intake or ending: when blocks or claims may have become free."""
+        await self._pulse.wait()
+
+    def seconds_since_progress(self) -> float:
+        """How long there has been work without a step finishing; 0 when there is none."""
+        return 0.0 if self._busy_since is None else self.clock.now() - self._busy_since
+
+    async def run(self, listener: Listener) -> None:
+        """Until cancelled. WorkerLost, in an ExceptionGroup, when the executor fails or a step raises."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._run_overlapped(listener) if self._overlap else self._run_plain(listener))
+            tasks.create_task(self._watch_executor())
+            tasks.create_task(self._sweep(listener))
+
+    async def _run_plain(self, listener: Listener) -> None:
+        while True:
+            plan = self._schedule()
+            if plan is None:
+                await self._idle()
+                continue
+            flight = await self._launch(plan)
+            self._postprocess(flight.plan, await self._land(flight), listener)
+
+    async def _run_overlapped(self, listener: Listener) -> None:
+        flights: deque[_Flight] = deque()
+        while True:
+            while len(flights) < 2 and (plan := self._schedule()) is not None:
+                flights.append(await self._launch(plan))
+            if not flights:
+                await self._idle()
+                continue
+            flight = flights.popleft()
+            self._postprocess(flight.plan, await self._land(flight), listener)
+
+    def _schedule(self) -> StepPlan | None:
+        return self.scheduler.schedule(self.clock.now())
+
+    async def _launch(self, plan: StepPlan) -> _Flight:
+        if self._busy_since is None:
+            self._busy_since = self.clock.now()
+        await self._faults.reach("step")
+        return _Flight(plan, self.executor.step(plan))
+
+    async def _land(self, flight: _Flight) -> StepResult:
+        try:
+            return await settled(flight.result)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise WorkerLost(f"step {flight.plan.number} failed: {type(error).__name__}: {error}") from error
+
+    def _postprocess(self, plan: StepPlan, result: StepResult, listener: Listener) -> None:
+        now = self.clock.now()
+        events = self.scheduler.apply(result, now)
+        self.num_steps += 1
+        self._busy_since = now
+        work = StepWork.of(plan)
+        self._learn(work, result.seconds)
+        listener.on_step(work, result.seconds)
+        for chunk in events.chunks:
+            listener.on_chunk(chunk)
+        if events.outputs:
+            listener.on_outputs(events.outputs)
+        self._tell_waiters()
+
+    async def _idle(self) -> None:
+        if not self.scheduler.has_work:
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = self.clock.now()
+        await self._wake.wait()
+        self._wake.clear()
+
+    def _learn(self, work: StepWork, seconds: float) -> None:
+        """Steps of one kind teach the fit; mixed ones cannot be told apart, and the first of a kind are warm-up."""
+        if self._warm_up[work.kind]:
+            self._warm_up[work.kind] -= 1
+            return
+        match work.kind:
+            case StepKind.PREFILL:
+                self._fit.add_prefill(work.prefill_tokens, work.mean_prefill_context, seconds)
+            case StepKind.DECODE:
+                self._fit.add_decode(work.num_sequences, work.decode_context_tokens, seconds)
+            case StepKind.MIXED:
+                pass
+
+    def _tell_waiters(self) -> None:
+        self.version += 1
+        self._pulse.set()
+        self._pulse.clear()
+
+    async def _watch_executor(self) -> None:
+        raise await settled(self.executor.failed)
+
+    async def _sweep(self, listener: Listener) -> None:
+        """Deadlines and pins end also while nothing computes. Runs only while somebody is here."""
+        while True:
+            await self._occupied.wait()
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.expire(listener)
+            if self.scheduler.load() == _NOTHING:
+                self._occupied.clear()
+
+    def expire(self, listener: Listener) -> None:
+        """Ends what is overdue, and says so."""
+        late, unpinned = self.scheduler.expire(self.clock.now())
+        for key in late:
+            listener.on_deadline(key)
+        for key in unpinned:
+            listener.on_pin_ended(key)
+        if late or unpinned:
+            self.changed()
+
+
+async def settled(future: Future[T]) -> T:
+    """The result of an executor's future. Cancelling the waiter leaves the executor's work alone."""
+    return await asyncio.shield(asyncio.wrap_future(future))

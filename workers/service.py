@@ -1,0 +1,398 @@
+"""A whole worker: one engine behind gRPC, from start to drained.
+
+    serve(spec, executor)        from a Ray actor, or from `python -m workers`
+
+Health is this worker's own: it does not depend on peers, on routers or on Redis.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from headrace.blocks import BlockHasher
+from headrace.clock import Clock, SystemClock
+from headrace.errors import Draining, HeadraceError, InternalError
+from headrace.store import Store, connect
+from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from headrace.values import BlockCounts, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
+from workers.blocks import BlockLedger
+from workers.control import ControlServicer
+from workers.engine import Engine, StepWork
+from workers.executor import Executor
+from workers.faults import Faults
+from workers.handoff import Puller
+from workers.identity import Identity
+from workers.intake import Intake, RouterSession
+from workers.messages import PeerHello
+from workers.meters import Meters
+from workers.peers import Peers
+from workers.publish import Publisher
+from workers.scheduler import ChunkDone, Scheduler, SchedulerLimits
+from workers.spec import WorkerSpec
+from workers.streams import TransferServicer, WorkerServicer
+from workers.tickets import Source
+
+log = logging.getLogger(__name__)
+
+STALL_SECONDS = 30.0
+WATCH_SECONDS = 0.25
+ANSWER_SECONDS = 5.0
+FLUSH_SECONDS = 1.0
+PEER_SHARE = 0.75
+SERVICES = (
+    worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+    transfer_pb2.DESCRIPTOR.services_by_name["Transfer"].full_name,
+    control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+)
+
+
+class Worker:
+    """Owns the parts and their wiring; listens to the engine. `start`, then `run`, then `close`, each once."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        executor: Executor,
+        identity: Identity,
+        *,
+        clock: Clock | None = None,
+        registry: CollectorRegistry | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self._spec = spec
+        self._executor = executor
+        self._identity = identity
+        self._stall_seconds = stall_seconds
+        self._role = spec.role
+        self._draining = False
+        self._failure: str | None = None
+        clock = clock or SystemClock()
+        handoff = spec.handoff
+        faults = Faults()
+        self._ledger = BlockLedger(executor.num_blocks, spec.engine.block_size)
+        self._scheduler = _scheduler(spec, identity, self._ledger)
+        self._engine = Engine(self._scheduler, executor, clock, overlap=spec.engine.overlap, faults=faults)
+        self._meters = Meters(registry or CollectorRegistry())
+        self._hello = PeerHello(
+            worker_id=spec.worker_id,
+            generation=spec.generation,
+            compatibility=identity.compatibility,
+            layout=executor.layout,
+            num_kv_heads=executor.shape.num_kv_heads,
+            num_layers=executor.shape.num_layers,
+            endpoints=executor.endpoints,
+            node=spec.node,
+        )
+        self._peers = Peers(
+            self._hello,
+            executor,
+            lambda address: grpc.aio.insecure_channel(address, options=_channel_options(handoff.transfer_seconds)),
+            open_seconds=handoff.transfer_seconds / 2,
+            pin_seconds=handoff.pin_seconds,
+            faults=faults,
+        )
+        self._puller = Puller(
+            self._engine,
+            self._peers,
+            transfer_seconds=handoff.transfer_seconds,
+            faults=faults,
+            on_read=self._meters.read,
+        )
+        self._intake = Intake(
+            self._engine,
+            self._puller,
+            worker_id=spec.worker_id,
+            answer_seconds=min(ANSWER_SECONDS, handoff.transfer_seconds),
+            on_failure=self._meters.handoff_failed,
+        )
+        self._source = Source(self._engine)
+        self._sessions = WorkerServicer(self._engine, self._intake, self)
+        self._server = grpc.aio.server(options=_server_options(handoff.transfer_seconds))
+        self._health = health.HealthServicer()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._sessions, self._server)
+        transfer_pb2_grpc.add_TransferServicer_to_server(
+            TransferServicer(self._source, self._hello, executor.shape, faults), self._server
+        )
+        control_pb2_grpc.add_ControlServicer_to_server(
+            ControlServicer(self, faults if spec.fault_hooks else None), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME, health.SERVICE_NAME), self._server)
+        self._store: Store | None = None
+        self._publisher: Publisher | None = None
+        self._address = ""
+
+    # -- from start to end
+
+    async def start(self) -> WorkerInfo:
+        """Binds and serves. OSError when the address is taken."""
+        port = self._server.add_insecure_port(f"{self._spec.host}:{self._spec.port}")
+        self._address = f"{self._spec.host}:{port}"
+        if self._spec.redis_url is not None:
+            self._store = connect(self._spec.redis_url, self._spec.redis_budget_seconds)
+            self._publisher = Publisher(
+                self._store,
+                self._spec.cluster,
+                self.info,
+                self._ledger,
+                lease_seconds=self._spec.lease_seconds,
+                draining=lambda: self._draining,
+            )
+        store = self._store
+        self._meters.watch(
+            self.counts, lambda: self._scheduler.num_preemptions, lambda: store is not None and store.breaker_open
+        )
+        await self._show_health()
+        await self._server.start()
+        return self.info()
+
+    async def run(self) -> None:
+        """Serves until cancelled. Raises, in an ExceptionGroup, what ended the engine or made Redis unusable."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._engine.run(self))
+            tasks.create_task(self._puller.grant_claims())
+            tasks.create_task(self._watch_health())
+            if self._publisher is not None:
+                tasks.create_task(self._publisher.run())
+
+    async def drain(self, grace_seconds: float) -> int:
+        """Refuses new work, lets what is here finish and what is pinned be pulled; how many were cut after the grace."""
+        self._draining = self._intake.draining = self._source.draining = True
+        await self._show_health()
+        self._engine.changed()
+        if self._publisher is not None:
+            self._publisher.renew_soon()
+        try:
+            async with asyncio.timeout(grace_seconds):
+                while self._intake.num_live or self._source.num_tickets:
+                    await self._engine.next_change()
+        except TimeoutError:
+            log.warning(
+                "%s: %d requests are cut after %g s", self._spec.worker_id, self._intake.num_live, grace_seconds
+            )
+        return self._intake.reject_all(Draining(f"{self._spec.worker_id} is draining and its grace is over"))
+
+    async def close(self, error: HeadraceError | None = None) -> None:
+        """Ends what is left, with `error` if there is one, and gives everything back."""
+        if error is not None:
+            self._failure = error.message
+            self._intake.reject_all(error)
+        self._sessions.end_sessions()
+        await self._peers.close()
+        await self._server.stop(FLUSH_SECONDS)
+        if self._publisher is not None and self._store is not None:
+            await self._publisher.withdraw()
+            await self._store.close()
+        await asyncio.to_thread(self._executor.close)
+
+    # -- what the engine says
+
+    def on_step(self, work: StepWork, seconds: float) -> None:
+        self._meters.step(work, seconds)
+        if self._publisher is not None:
+            self._publisher.changed()
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        self._intake.outputs(outputs)
+
+    def on_chunk(self, chunk: ChunkDone) -> None:
+        self._source.chunk(chunk)
+
+    def on_deadline(self, key: RequestKey) -> None:
+        if not self._source.deadline(key):
+            self._intake.deadline(key)
+
+    def on_pin_ended(self, key: RequestKey) -> None:
+        self._source.pin_ended(key)
+
+    # -- what it says of itself
+
+    def info(self) -> WorkerInfo:
+        info = self._identity.info(self._spec, self._executor, self._address)
+        return replace(info, role=self._role, cost=self._engine.cost)
+
+    def load(self) -> Load:
+        return self._scheduler.load()
+
+    def report(self, session: RouterSession) -> LoadReport:
+        counts = self.counts()
+        mine = (*self._intake.keys_of(session), *self._source.keys_of_router(session.router_id))
+        return LoadReport(
+            total=self.load(),
+            yours=self._scheduler.load_of(mine),
+            cost=self._engine.cost,
+            role=self._role,
+            free_blocks=counts.free + counts.cached,
+            draining=self._draining,
+        )
+
+    def counts(self) -> BlockCounts:
+        return self._scheduler.counts()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def unhealthy_reason(self) -> str:
+        if self._failure is not None:
+            return self._failure
+        stalled = self._engine.seconds_since_progress()
+        if stalled > self._stall_seconds:
+            return f"no step finished for {stalled:.1f} s though there is work (limit {self._stall_seconds:g} s)"
+        return ""
+
+    @property
+    def num_steps(self) -> int:
+        return self._engine.num_steps
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_handoffs(self) -> tuple[int, int]:
+        return self._puller.num_handoffs, self._source.num_handoffs
+
+    def seconds_since_progress(self) -> float:
+        return self._engine.seconds_since_progress()
+
+    @property
+    def peers(self) -> Peers:
+        return self._peers
+
+    # -- what it can be told
+
+    def set_role(self, role: Role) -> Role:
+        """From now on routers send it this kind of work; what is here is finished as it began."""
+        before, self._role = self._role, role
+        self._engine.changed()
+        if self._publisher is not None:
+            self._publisher.renew_soon()
+        return before
+
+    def reset_cache(self) -> int:
+        dropped = self._scheduler.reset_cache()
+        if self._publisher is not None:
+            self._publisher.changed()
+        return dropped
+
+    # -- health
+
+    async def _watch_health(self) -> None:
+        shown = ""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = self.unhealthy_reason
+            if bool(reason) != bool(shown):
+                log.warning("%s is %s", self._spec.worker_id, f"unhealthy: {reason}" if reason else "well again")
+                shown = reason
+                await self._show_health()
+
+    async def _show_health(self) -> None:
+        serving = not self._draining and not self.unhealthy_reason
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+
+async def serve(
+    spec: WorkerSpec,
+    executor: Executor,
+    *,
+    identity: Identity | None = None,
+    ready: Callable[[WorkerInfo], None] | None = None,
+    stop: asyncio.Event | None = None,
+    grace_seconds: float = 30.0,
+    registry: CollectorRegistry | None = None,
+) -> None:
+    """Runs a worker on `executor` until `stop` is set, then drains and returns. Closes the executor however it ends.
+
+    `ready` is called once requests are taken. Raises WorkerLost when a rank is lost or a step fails; routers have then
+    been told.
+    """
+    worker = Worker(spec, executor, identity or Identity.of(spec), registry=registry)
+    failure: HeadraceError | None = None
+    try:
+        info = await worker.start()
+        running = asyncio.create_task(worker.run())
+        stopping = asyncio.create_task((stop or asyncio.Event()).wait())
+        try:
+            if ready is not None:
+                ready(info)
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                draining = asyncio.create_task(worker.drain(grace_seconds))
+                await asyncio.wait({running, draining}, return_when=asyncio.FIRST_COMPLETED)
+                draining.cancel()
+        finally:
+            stopping.cancel()
+            running.cancel()
+            await asyncio.wait({running})
+        if not running.cancelled() and (error := running.exception()) is not None:
+            failure = _reason(error)
+            raise failure from error
+    finally:
+        await worker.close(failure)
+
+
+def _reason(error: BaseException) -> HeadraceError:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, HeadraceError) else InternalError(f"{type(error).__name__}: {error}")
+
+
+def _channel_options(transfer_seconds: float) -> list[tuple[str, Any]]:
+    """A peer that is frozen, or behind a dead network, is noticed by unanswered pings, well within `transfer_seconds`."""
+    return [
+        *_server_options(transfer_seconds),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def _server_options(transfer_seconds: float) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", 64 * 2**20),
+        ("grpc.max_send_message_length", 64 * 2**20),
+        ("grpc.keepalive_time_ms", int(transfer_seconds * 300)),
+        ("grpc.keepalive_timeout_ms", int(transfer_seconds * 400)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:
+    engine, handoff, compatibility = spec.engine, spec.handoff, identity.compatibility
+    limits = SchedulerLimits(
+        max_num_seqs=engine.max_num_seqs,
+        max_step_tokens=engine.max_step_tokens,
+        max_context_tokens=identity.max_context_tokens,
+        max_waiting=engine.max_waiting,
+        pin_seconds=handoff.pin_seconds,
+        max_pinned_fraction=handoff.max_pinned_fraction,
+        max_peer_pinned_fraction=PEER_SHARE * handoff.max_pinned_fraction,
+        claim_fraction=handoff.claim_fraction,
+    )
+
+    def make_hasher(adapter: str, cache_salt: str) -> BlockHasher:
+        return BlockHasher(
+            revision=compatibility.revision,
+            kv_format=compatibility.kv_format,
+            block_size=compatibility.block_size,
+            adapter=adapter,
+            cache_salt=cache_salt,
+        )
+
+    return Scheduler(limits, ledger, make_hasher, eos_token_ids=identity.eos_ids, vocab_size=identity.vocab_size)
