@@ -1,6 +1,6 @@
 """What operators and the controller ask of one worker, and errors as gRPC statuses."""
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 
@@ -116,6 +116,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.FaultsResponse:
         if self._faults is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker was started without fault hooks")
+            raise AssertionError("abort does not return")
         try:
             faults = [Fault(f.point, f.action, f.at, f.seconds, f.times) for f in request.faults]
         except HeadraceError as error:
@@ -123,6 +124,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return control_pb2.FaultsResponse(num_active=self._faults.replace(faults))
 
 
-async def refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> None:
-    """Ends the call with the error's status. Never returns."""
+async def refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> NoReturn:
+    """Ends the call with the error's status."""
     await context.abort(getattr(grpc.StatusCode, meaning(error).grpc_code), error.message)
+    raise AssertionError("abort does not return")

@@ -136,7 +136,7 @@ class Intake:
             if live is None or live.key != output.key:
                 continue
             if live.wire_key != output.key:
-                output = output._replace(key=live.wire_key)
+                output = replace(output, key=live.wire_key)
             parts.setdefault(live.session, []).append(output)
             if output.finish is not None:
                 live.unfinished -= 1
@@ -187,9 +187,7 @@ class Intake:
             if expected.remaining <= request.local_prefill_max_tokens:
                 self._engine.scheduler.fall_back(request.key, request.key, now)
             else:
-                task = live.task = asyncio.create_task(
-                    self._tell(live, target, expected), name=f"hand-off {request.key}"
-                )
+                task = live.task = asyncio.create_task(self._tell(live, target), name=f"hand-off {request.key}")
                 self._tasks.add(task)
                 task.add_done_callback(lambda task: self._over(live, task))
         self._live[request.key.request_id] = live

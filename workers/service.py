@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
@@ -116,15 +115,17 @@ class Worker:
         self._source = Source(self._engine)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
         self._server = grpc.aio.server(options=_server_options(handoff.transfer_seconds))
-        self._health = health.HealthServicer()
-        worker_pb2_grpc.add_WorkerServicer_to_server(self._sessions, self._server)
-        transfer_pb2_grpc.add_TransferServicer_to_server(
-            TransferServicer(self._source, self._hello, executor.shape, faults), self._server
-        )
-        control_pb2_grpc.add_ControlServicer_to_server(
-            ControlServicer(self, faults if spec.fault_hooks else None), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = health.aio.HealthServicer()
+        servicers: dict[Callable[..., None], object] = {
+            worker_pb2_grpc.add_WorkerServicer_to_server: self._sessions,
+            transfer_pb2_grpc.add_TransferServicer_to_server: TransferServicer(
+                self._source, self._hello, executor.shape, faults
+            ),
+            control_pb2_grpc.add_ControlServicer_to_server: ControlServicer(self, faults if spec.fault_hooks else None),
+            health_pb2_grpc.add_HealthServicer_to_server: self._health,
+        }
+        for add, servicer in servicers.items():
+            add(servicer, self._server)
         reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME, health.SERVICE_NAME), self._server)
         self._store: Store | None = None
         self._publisher: Publisher | None = None
@@ -172,7 +173,7 @@ class Worker:
             self._publisher.renew_soon()
         try:
             async with asyncio.timeout(grace_seconds):
-                while self._intake.num_live or self._source.num_tickets:
+                while self.num_requests:
                     await self._engine.next_change()
         except TimeoutError:
             log.warning(
@@ -236,6 +237,15 @@ class Worker:
 
     def counts(self) -> BlockCounts:
         return self._scheduler.counts()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests and tickets that are not over."""
+        return self._intake.num_live + self._source.num_tickets
+
+    async def changed(self) -> None:
+        """Returns after the next step, intake or ending."""
+        await self._engine.next_change()
 
     @property
     def draining(self) -> bool:

@@ -25,7 +25,7 @@ MIN_REPORT_SECONDS = 0.05
 MAX_REPORT_SECONDS = 0.5
 
 
-class Session:
+class RouterStream:
     """What waits to be sent to one router. Tokens that wait together leave as one message."""
 
     def __init__(self, router_id: str) -> None:
@@ -90,7 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._intake = intake
         self._status = status
-        self._sessions: set[Session] = set()
+        self._sessions: set[RouterStream] = set()
 
     def end_sessions(self) -> None:
         for session in self._sessions:
@@ -99,15 +99,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        hello = await anext(request_iterator, None)
-        if hello is None or hello.WhichOneof("kind") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
-        if hello.hello.protocol_version != PROTOCOL_VERSION:
+        hello = (await anext(request_iterator, worker_pb2.RouterMessage())).hello
+        if hello.protocol_version != PROTOCOL_VERSION:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"protocol_version must be {PROTOCOL_VERSION}, got {hello.hello.protocol_version}",
+                f"a session begins with hello, and protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {hello.protocol_version}",
             )
-        session = Session(hello.hello.router_id)
+        session = RouterStream(hello.router_id)
         session.send(worker_pb2.WorkerMessage(hello=wire.worker_to_pb(self._status.info())))
         self._sessions.add(session)
         tasks = (
@@ -123,14 +122,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._sessions.discard(session)
             self._intake.close_session(session)
 
-    async def _listen(self, session: Session, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+    async def _listen(self, session: RouterStream, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         try:
             async for message in messages:
                 self._hear(session, message)
         finally:
             session.end()
 
-    def _hear(self, session: Session, message: worker_pb2.RouterMessage) -> None:
+    def _hear(self, session: RouterStream, message: worker_pb2.RouterMessage) -> None:
         match message.WhichOneof("kind"):
             case "submit":
                 self._submit(session, message.submit)
@@ -145,7 +144,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             case kind:
                 log.warning("router %s sent %s, which says nothing here", session.router_id, kind)
 
-    def _submit(self, session: Session, submit: worker_pb2.Submit) -> None:
+    def _submit(self, session: RouterStream, submit: worker_pb2.Submit) -> None:
         """Whatever is wrong with one request ends that request alone."""
         key = wire.key_from_pb(submit.key)
         try:
@@ -161,7 +160,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 log.exception("submit of %s", key)
                 session.send_rejected(key, InternalError(f"{type(error).__name__}: {error}"))
 
-    async def _report(self, session: Session) -> None:
+    async def _report(self, session: RouterStream) -> None:
         """On change, but not faster than every MIN_REPORT_SECONDS; without one every MAX_REPORT_SECONDS."""
         while True:
             version = self._engine.version
@@ -198,8 +197,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     async def Link(
         self, request_iterator: AsyncIterator[transfer_pb2.PullerMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[transfer_pb2.SourceMessage]:
-        first = await anext(request_iterator, None)
-        if first is None or first.WhichOneof("kind") != "hello":
+        first = await anext(request_iterator, transfer_pb2.PullerMessage())
+        if first.WhichOneof("kind") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with hello")
         peer = messages.hello_from_pb(first.hello)
         stream = _PullerStream(peer.worker_id)
