@@ -122,7 +122,8 @@ class Puller:
         granted = self._claimants[key] = asyncio.get_running_loop().create_future()
         try:
             self._grant()
-            return await granted
+            expected: Expected = await granted
+            return expected
         finally:
             self.give_up(key)
 

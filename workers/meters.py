@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -48,7 +49,7 @@ class Meters:
     ) -> None:
         """What is looked up when somebody scrapes."""
         for field in fields(BlockCounts):
-            self._blocks.labels(field.name).set_function(lambda name=field.name: getattr(blocks(), name))
+            self._blocks.labels(field.name).set_function(partial(_state, blocks, field.name))
         self._preemptions.set_function(preemptions)
         self._breaker.set_function(breaker_open)
 
@@ -69,3 +70,7 @@ class Meters:
     def handoff_failed(self, reason: str) -> None:
         """`reason` is the error's class: a closed set."""
         self._handoff_failures.labels(reason).inc()
+
+
+def _state(blocks: Callable[[], BlockCounts], name: str) -> float:
+    return float(getattr(blocks(), name))

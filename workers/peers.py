@@ -96,7 +96,8 @@ class PeerLink:
         self.send(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(self._hello)))
         error: HeadraceError
         try:
-            call = transfer_pb2_grpc.TransferStub(channel).Link(self._messages())
+            stub = transfer_pb2_grpc.TransferStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Link(self._messages())
             async for message in call:
                 self._take(message)
             error = TransferFailed(f"{self.target.worker_id} ended the stream")

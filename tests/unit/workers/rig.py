@@ -109,7 +109,7 @@ class Router:
 
     async def read(self) -> None:
         try:
-            async for message in self._call:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
                 self._hear(message)
         except grpc.aio.AioRpcError:
             pass
