@@ -60,6 +60,7 @@ from workers.spec import WorkerSpec
 __all__ = ["RankExecutor", "RankLimits", "Rendezvous", "build_executor", "listen", "rank_main", "spawn_local"]
 
 MAX_STEPS_IN_FLIGHT = 2
+DEATH_FIRST_SECONDS = 0.2
 
 T = TypeVar("T")
 
@@ -342,7 +343,10 @@ class RankExecutor:
             case Pulled(task, part):
                 self._rank_answered(rank, task, part)
             case Failed(error):
-                self._lose(error)
+                # A rank whose peer died fails, too, and may be heard first: the death is the better reason.
+                waiting = threading.Timer(DEATH_FIRST_SECONDS, self._lose, (error,))
+                waiting.daemon = True
+                waiting.start()
             case _:
                 assert_never(reply)
 
