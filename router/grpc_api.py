@@ -6,7 +6,7 @@ that headrace.client rebuilds them.
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -14,7 +14,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headrace.errors import HeadraceError, InternalError, InvalidRequest, meaning
+from headrace.client import ERROR_KEY, NUMBERS_KEY, RETRY_KEY
+from headrace.errors import ConfigError, HeadraceError, InternalError, InvalidRequest, meaning
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.edge import Edge, encode
 from router.requests import Job, Piece
@@ -124,12 +125,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         await self.changed()
         return await self._watched.Check(request, context)
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: Any
-    ) -> AsyncGenerator[health_pb2.HealthCheckResponse]:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         await self.changed()
-        async for status in self._watched.Watch(request, context):
-            yield status
+        await self._watched.Watch(request, context)
 
     async def changed(self) -> None:
         serving = self._edge.unready() is None
@@ -138,8 +136,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await self._watched.set(service, status)
 
 
-def grpc_server(edge: Edge, max_message_bytes: int) -> tuple[Any, Health]:
-    """A grpc.aio server with every service, without a port yet; and its health, to be told of changes."""
+def open_server(host: str, port: int, max_message_bytes: int) -> tuple[Any, int]:
+    """A grpc.aio server that holds its port and serves nothing yet; ConfigError when the port cannot be had."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -148,11 +146,19 @@ def grpc_server(edge: Edge, max_message_bytes: int) -> tuple[Any, Health]:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ]
     )
+    try:
+        return server, server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"router.grpc_port: cannot listen on {host}:{port}", key="router.grpc_port") from error
+
+
+def add_services(server: Any, edge: Edge) -> Health:
+    """All services, before the server starts; returns the health, to be told of changes."""
     service_health = Health(edge)
     inference_pb2_grpc.add_InferenceServicer_to_server(Inference(edge), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(service_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, service_health
+    return service_health
 
 
 def asked(request: Any) -> Asked:
@@ -214,9 +220,12 @@ async def abort(context: Any, error: Exception) -> NoReturn:
         _log.error("a request failed unforeseen", exc_info=error)
         error = InternalError(f"internal error: {type(error).__name__}")
     means = meaning(error)
-    trailing = [("headrace-error", error.type), ("headrace-numbers-bin", json.dumps(error.numbers).encode())]
+    trailing: list[tuple[str, str | bytes]] = [
+        (ERROR_KEY, error.type),
+        (NUMBERS_KEY, json.dumps(error.numbers).encode()),
+    ]
     if means.retry_after_seconds is not None:
-        trailing.append(("retry-after", f"{means.retry_after_seconds:g}"))
+        trailing.append((RETRY_KEY, f"{means.retry_after_seconds:g}"))
     await context.abort(grpc.StatusCode[means.grpc_code], error.message, tuple(trailing))
     raise AssertionError("context.abort returned")
 

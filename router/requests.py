@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import assert_never
 
 from prometheus_client import Counter, Histogram
@@ -79,7 +79,7 @@ class Requests:
         self._next_number = 0
         sessions.listen(self._heard_of)
 
-    async def stream(self, job: Job) -> AsyncIterator[Piece]:
+    async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
         was refused). Closing the iterator early cancels the request on its workers; every way out releases it."""
         flight, mailbox = self._open(job)

@@ -4,6 +4,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from headrace.config import ClusterConfig
 from headrace.errors import CheckpointError, ModelNotFound
@@ -14,13 +15,15 @@ WORD_FILES = ("*.json", "*.jinja", "revision")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model as clients see it. `vocab_size` is the model's own, which may be padded beyond the tokenizer's."""
+    """One model as clients see it. `vocab_size` is the model's own, which may be padded beyond the tokenizer's;
+    `tokenizer_digest` is that of workers' compatibility."""
 
     name: str
     revision: str
     max_context_tokens: int
     vocab_size: int
     text: Text
+    tokenizer_digest: str = ""
 
 
 class Models:
@@ -61,6 +64,7 @@ def load_models(config: ClusterConfig) -> Models:
         max_context_tokens=min(limit, shape["max_position_embeddings"]),
         vocab_size=shape["vocab_size"],
         text=Text.load(folder),
+        tokenizer_digest=blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest(),
     )
     return Models({model.name: model})
 

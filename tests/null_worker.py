@@ -49,6 +49,7 @@ def worker_info(
     max_num_seqs: int = 64,
     num_blocks: int = 4096,
     revision: str = "r1",
+    tokenizer: str = "t1",
     cost: CostModel | None = None,
 ) -> WorkerInfo:
     return WorkerInfo(
@@ -59,7 +60,7 @@ def worker_info(
         compatibility=Compatibility(
             model="null",
             revision=revision,
-            tokenizer="t1",
+            tokenizer=tokenizer,
             chat_template="c1",
             dtype="float32",
             kv_dtype="float32",
@@ -260,8 +261,9 @@ async def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--tokenizer", default="t1", help="the tokenizer's digest, as a router expects it")
     arguments = parser.parse_args()
-    info = worker_info(max_num_seqs=arguments.max_num_seqs)
+    info = worker_info(max_num_seqs=arguments.max_num_seqs, tokenizer=arguments.tokenizer)
     async with NullWorker(info, auto=True, step_seconds=arguments.step_seconds) as worker:
         print(worker.address, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

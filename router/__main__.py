@@ -1,0 +1,200 @@
+"""`python -m router headrace.yaml`: one router, from its configuration until SIGTERM.
+
+It says in one line where it serves. SIGTERM (or Ctrl-C) drains: new requests are refused, those in flight go on for up
+to DRAIN_SECONDS; a second signal ends it at once.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import pathlib
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from headrace.clock import SystemClock
+from headrace.config import ClusterConfig, load
+from headrace.errors import ConfigError, HeadraceError
+from headrace.store import connect
+from headrace.values import WorkerInfo
+from router.core import Core, running_core
+from router.detokenize import TextStream
+from router.edge import Edge
+from router.flight import Job
+from router.grpc_api import Health, add_services, open_server
+from router.openai import OpenAi
+from router.served import Models, load_models
+from router.validate import JobMaker
+
+DRAIN_SECONDS = 30.0
+CLOSE_SECONDS = 2.0
+log = logging.getLogger("router")
+
+
+async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: Callable[[str], None] = print) -> None:
+    """Runs one router until it is told to stop; `serving` gets its one line. HeadraceError when it cannot start."""
+    models = load_models(config)
+    signals = _signals()
+    http_socket = _bind(config.router.host, config.router.http_port)
+    grpc, grpc_port = open_server(config.router.host, config.router.grpc_port, config.limits.max_body_bytes)
+    async with contextlib.AsyncExitStack() as ends:
+        ends.callback(http_socket.close)
+        ends.push_async_callback(grpc.stop, None)
+        store = None
+        if config.redis.url is not None:
+            store = connect(config.redis.url, budget_seconds=config.redis.budget_seconds)
+            ends.push_async_callback(store.close)
+        core = await ends.enter_async_context(
+            running_core(
+                config,
+                router_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+                open_text=lambda job: _open_text(models, job),
+                store=store,
+                workers=workers,
+                refuse=lambda info: _refuse(models, info),
+            )
+        )
+        edge = make_edge(config, models, core)
+        health = add_services(grpc, edge)
+        app = OpenAi(edge, config.limits.max_body_bytes, time.time).app()
+        http = _HttpServer(_http_config(app, config.router.keep_alive_seconds))
+        changed = asyncio.Event()
+        core.sessions.listen(lambda _: changed.set())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(http.serve([http_socket]), name="http")
+            watching = group.create_task(_tell_health(health, changed), name="health")
+            await grpc.start()
+            host, http_port = config.router.host, http_socket.getsockname()[1]
+            serving(f"serving {config.model_name} http={host}:{http_port} grpc={host}:{grpc_port}")
+            await _drained(edge, changed, signals)
+            await grpc.stop(CLOSE_SECONDS)
+            http.should_exit = True
+            watching.cancel()
+
+
+def make_edge(config: ClusterConfig, models: Models, core: Core) -> Edge:
+    return Edge(
+        models,
+        JobMaker(config.limits, lambda: secrets.randbits(64)),
+        core.requests,
+        SystemClock(),
+        unready=lambda: unready(core),
+        draw_id=lambda: secrets.token_hex(8),
+        api_keys=config.router.api_keys,
+    )
+
+
+def unready(core: Core) -> str | None:
+    """Why no request could be served: none of the workers that answer decodes. (One that decodes can prefill too.)"""
+    workers = core.requests.view().workers
+    if any(worker.role.decodes and not worker.draining for worker in workers):
+        return None
+    return f"no worker that decodes is connected ({len(workers)} connected in all)"
+
+
+async def _drained(edge: Edge, changed: asyncio.Event, signals: "asyncio.Queue[signal.Signals]") -> None:
+    """Returns when it is time to close: told to stop, and then drained, out of time, or told again."""
+    log.info("%s: draining", (await signals.get()).name)
+    drained = asyncio.ensure_future(edge.drain())
+    again = asyncio.ensure_future(signals.get())
+    changed.set()
+    try:
+        await asyncio.wait((drained, again), timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        log.info("drained" if drained.done() else "closing with requests in flight")
+    finally:
+        drained.cancel()
+        again.cancel()
+
+
+async def _tell_health(health: Health, changed: asyncio.Event) -> None:
+    while True:
+        await changed.wait()
+        changed.clear()
+        await health.changed()
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves the signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _http_config(app: ASGIApp, keep_alive_seconds: int) -> uvicorn.Config:
+    """Idle connections are kept longer than clients keep them: whoever closes first must be the client."""
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=keep_alive_seconds,
+        timeout_graceful_shutdown=int(CLOSE_SECONDS),
+    )
+
+
+def _signals() -> "asyncio.Queue[signal.Signals]":
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, received.put_nowait, number)
+    return received
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"router.http_port: cannot listen on {host}:{port}: {error.strerror}", value=port) from error
+
+
+def _open_text(models: Models, job: Job) -> TextStream:
+    return models.get(job.model).text.stream(job.stop, min_tokens=job.sampling.min_tokens)
+
+
+def _refuse(models: Models, info: WorkerInfo) -> str | None:
+    """A worker whose token ids mean other text than this router's serves nobody here."""
+    theirs = info.compatibility.tokenizer
+    if theirs in {model.tokenizer_digest for model in models}:
+        return None
+    return f"tokenizer is {theirs} there and {', '.join(model.tokenizer_digest for model in models)} here"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m router", description="One router of a Headrace cluster.")
+    parser.add_argument("config", type=pathlib.Path, help="the cluster's headrace.yaml")
+    parser.add_argument("--redis-url", help="instead of redis.url of the configuration")
+    parser.add_argument(
+        "--worker", action="append", default=[], metavar="HOST:PORT", help="a worker to reach though it holds no lease"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load(options.config)
+        if options.redis_url:
+            config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": options.redis_url})})
+        uvloop.run(serve(config, workers=options.worker, serving=lambda line: print(line, flush=True)))
+    except HeadraceError as error:
+        print(f"router: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""A real router process beside null workers: what tests of the edges stand on."""
+
+import asyncio
+import pathlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import yaml
+
+from tests.null_worker import worker_info
+from tests.unit.router.checkpoints import byte_level, write
+
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    process: asyncio.subprocess.Process
+    http: str
+    grpc: str
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+def tiny_checkpoint(folder: pathlib.Path) -> pathlib.Path:
+    """What a router reads of a checkpoint: words and limits."""
+    write(folder, byte_level())
+    (folder / "config.json").write_text('{"max_position_embeddings": 4096, "vocab_size": 500}', encoding="utf-8")
+    return folder
+
+
+def tokenizer_digest(folder: pathlib.Path) -> str:
+    return blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
+
+
+def null_info(folder: pathlib.Path, **changes: object):  # type: ignore[no-untyped-def]
+    """A null worker's card that a router of this checkpoint accepts."""
+    return worker_info(tokenizer=tokenizer_digest(folder), **changes)  # type: ignore[arg-type]
+
+
+def write_config(model: pathlib.Path, config_path: pathlib.Path, **router: object) -> None:
+    config = {
+        "model": str(model),
+        "served_model_name": "tiny",
+        "pools": {"all": {"role": "unified"}},
+        "router": {"http_port": 0, "grpc_port": 0, "heartbeat_seconds": 0.1, **router},
+    }
+    config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+@asynccontextmanager
+async def running_router(
+    model: pathlib.Path, config_path: pathlib.Path, workers: Sequence[str], **router: object
+) -> AsyncIterator[RunningRouter]:
+    """`python -m router`, ended by SIGTERM; it must end clean."""
+    write_config(model, config_path, **router)
+    flags = [part for address in workers for part in ("--worker", address)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", str(config_path), *flags, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_SECONDS):
+            line = (await process.stdout.readline()).decode()
+        assert line.startswith("serving tiny "), line
+        places = dict(word.split("=") for word in line.split()[2:])
+        yield RunningRouter(process, f"http://{places['http']}", places["grpc"])
+        if process.returncode is None:
+            process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,305 @@
+"""A router process between real clients (the openai SDK, raw sockets, our own) and a worker that a test plays."""
+
+import asyncio
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+import grpc
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.client import AsyncClient
+from headrace.errors import Unavailable
+from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
+from router.text import Text
+from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint, write_config
+from tests.null_worker import NullWorker
+
+T = TypeVar("T")
+ANSWER = "The quick brown fox"
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def words(checkpoint: pathlib.Path) -> Text:
+    return Text.load(checkpoint)
+
+
+@pytest.fixture
+async def worker(checkpoint: pathlib.Path) -> AsyncIterator[NullWorker]:
+    async with NullWorker(null_info(checkpoint)) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def router(checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullWorker) -> AsyncIterator[RunningRouter]:
+    async with running_router(checkpoint, tmp_path / "headrace.yaml", [worker.address]) as router:
+        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
+        yield router
+
+
+@pytest.fixture
+async def sdk(router: RunningRouter) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with sdk_of(router) as client:
+        yield client
+
+
+def sdk_of(router: RunningRouter, **options: Any) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(trust_env=False)
+    return openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", http_client=http, **options)
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(20):
+        return await awaitable
+
+
+async def until_health(router: RunningRouter, status: int) -> None:
+    async with asyncio.timeout(20), grpc.aio.insecure_channel(router.grpc) as channel:
+        async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+            if answer.status == status:
+                return
+
+
+def say(worker: NullWorker, key: RequestKey, token_ids: list[int], *, start: int = 0, end: bool = True) -> None:
+    """The worker says tokens one by one, of one sample, from number `start` on."""
+    for position, token_id in enumerate(token_ids, start + 1):
+        last = end and position == start + len(token_ids)
+        worker.emit(
+            key,
+            [token_id],
+            num_generated=position,
+            finish=FinishReason.LENGTH if last else None,
+            usage=Usage(3, cached_tokens=2) if position == 1 else None,
+            timeline=Timeline(prefill_worker="p9") if last else None,
+        )
+
+
+async def test_the_sdk_gets_a_whole_answer_and_a_stream(
+    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+) -> None:
+    token_ids = words.encode(ANSWER)
+    whole = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0))
+    request = await soon(worker.submits.get())
+    assert request.sampling.greedy
+    say(worker, request.key, token_ids)
+    answer = await soon(whole)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (ANSWER, "length")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.completion_tokens == len(token_ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+    creating = asyncio.ensure_future(
+        sdk.chat.completions.create(
+            model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    request = await soon(worker.submits.get())
+    say(worker, request.key, token_ids)
+    chunks = [chunk async for chunk in await soon(creating)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert chunks[-1].usage == answer.usage
+
+
+async def test_the_sdk_lists_models_and_gets_completions(
+    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+) -> None:
+    assert [model.id async for model in sdk.models.list()] == ["tiny"]
+    creating = asyncio.ensure_future(sdk.completions.create(model="tiny", prompt="hi", max_tokens=40, logprobs=None))
+    say(worker, (await soon(worker.submits.get())).key, words.encode(ANSWER))
+    assert (await soon(creating)).choices[0].text == ANSWER
+
+
+async def test_the_sdk_raises_the_error_that_was_meant(sdk: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="model must be one of tiny"):
+        await sdk.chat.completions.create(model="gpt", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be an integer of at least 1, got 0"):
+        await sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="context of 4096 tokens") as caught:
+        await sdk.completions.create(model="tiny", prompt=[1] * 4097)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+async def test_case_45_the_sdk_raises_when_the_worker_dies_mid_stream(
+    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+) -> None:
+    creating = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+    request = await soon(worker.submits.get())
+    say(worker, request.key, words.encode(ANSWER)[:5], end=False)
+    stream = await soon(creating)
+    await soon(anext(stream))
+    await worker.die()
+
+    async def drain() -> None:
+        async for chunk in stream:
+            assert chunk.choices[0].finish_reason is None
+
+    with pytest.raises(openai.APIError):
+        await soon(drain())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_case_44_a_client_that_goes_away_cancels_its_request(
+    router: RunningRouter, worker: NullWorker, words: Text, stream: bool
+) -> None:
+    async with httpx.AsyncClient(base_url=router.http, trust_env=False, timeout=30) as client:
+        body = {"model": "tiny", "messages": MESSAGES, "stream": stream}
+
+        async def ask() -> None:
+            async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for _ in response.aiter_raw():
+                    started.set()
+
+        started = asyncio.Event()
+        asking = asyncio.ensure_future(ask())
+        request = await soon(worker.submits.get())
+        if stream:
+            say(worker, request.key, words.encode(ANSWER)[:1], end=False)
+            await soon(started.wait())
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert (await soon(worker.cancels.get())).request_id == request.key.request_id
+
+
+async def test_case_44_a_client_that_goes_away_before_the_first_token_of_a_stream(
+    router: RunningRouter, worker: NullWorker
+) -> None:
+    async with AsyncClient(router.grpc) as client:
+        parts = client.generate("hi")
+        asking = asyncio.ensure_future(anext(parts))
+        request = await soon(worker.submits.get())
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert (await soon(worker.cancels.get())).request_id == request.key.request_id
+
+
+async def test_case_48_bad_requests_leave_twenty_good_streams_alone(
+    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+) -> None:
+    token_ids = words.encode(ANSWER)
+
+    async def good() -> str:
+        stream = await sdk.completions.create(model="tiny", prompt="hi", stream=True, max_tokens=len(token_ids))
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def bad(**change: Any) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await sdk.completions.create(**{"model": "tiny", "prompt": "hi", "max_tokens": 3, **change})
+
+    streams = [asyncio.ensure_future(good()) for _ in range(20)]
+    requests: list[Request] = [await soon(worker.submits.get()) for _ in streams]
+    for request in requests:
+        say(worker, request.key, token_ids[:3], end=False)
+    await soon(
+        asyncio.gather(
+            bad(logit_bias={"500": 1}),
+            bad(logit_bias={"AI": -100}),
+            bad(extra_body={"top_k": 0.01}),
+            bad(temperature=1e9),
+            bad(prompt=[999_999]),
+            bad(stop=[""]),
+            bad(stop=["x"] * 100_000),
+        )
+    )
+    for request in requests:
+        say(worker, request.key, token_ids[3:], start=3)
+    assert await soon(asyncio.gather(*streams)) == [ANSWER] * 20
+
+
+async def test_case_59_a_silent_worker_makes_the_router_unready_but_not_dead(
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullWorker
+) -> None:
+    async with (
+        running_router(checkpoint, tmp_path / "h.yaml", [worker.address], silent_seconds=1.0) as router,
+        httpx.AsyncClient(base_url=router.http, trust_env=False, timeout=30) as client,
+    ):
+        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
+        worker.muted = True
+        await until_health(router, health_pb2.HealthCheckResponse.NOT_SERVING)
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.text) == (503, "no worker that decodes is connected (0 connected in all)\n")
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_case_60_sigterm_lets_live_streams_end_and_refuses_new_ones(
+    router: RunningRouter, worker: NullWorker, words: Text
+) -> None:
+    token_ids = words.encode(ANSWER)
+    async with sdk_of(router, max_retries=0) as sdk, AsyncClient(router.grpc, model="tiny") as ours:
+        creating = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+        http_request = await soon(worker.submits.get())
+        say(worker, http_request.key, token_ids[:1], end=False)
+        stream = await soon(creating)
+        parts = ours.generate("hi")
+        first = asyncio.ensure_future(anext(parts))
+        grpc_request = await soon(worker.submits.get())
+        say(worker, grpc_request.key, token_ids[:1], end=False)
+        text = (await soon(first)).text
+
+        router.terminate()
+        await until_health(router, health_pb2.HealthCheckResponse.NOT_SERVING)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+        with pytest.raises(Unavailable, match="shutting down"):
+            await anext(ours.generate("hi"))
+
+        for request in (http_request, grpc_request):
+            say(worker, request.key, token_ids[1:], start=1)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+        assert text + "".join([part.text async for part in parts]) == ANSWER
+    assert await soon(router.process.wait()) == 0
+
+
+async def test_case_50_an_idle_connection_is_kept_as_long_as_configured(
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """The server closes an idle connection after keep_alive_seconds and not before; 120 where nothing is said."""
+    async with running_router(checkpoint, tmp_path / "h.yaml", [], keep_alive_seconds=6) as router:
+        host, port = router.http.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+            assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
+        idle_since = loop.time()
+        assert await reader.read() == b""
+        assert 5.5 < loop.time() - idle_since < 20.0
+        writer.close()
+
+
+async def test_a_worker_with_another_tokenizer_is_not_used(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async with (
+        NullWorker() as stranger,
+        running_router(checkpoint, tmp_path / "h.yaml", [stranger.address], silent_seconds=0.5) as router,
+        AsyncClient(router.grpc) as client,
+    ):
+        with pytest.raises(Unavailable, match="no worker that decodes is ready"):
+            await anext(client.generate("hi"))
+
+
+def test_a_router_that_cannot_start_says_why(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def last_words(**router: object) -> str:
+        write_config(checkpoint, tmp_path / "h.yaml", **router)
+        command = [sys.executable, "-m", "router", str(tmp_path / "h.yaml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"router.http_port: cannot listen on 127.0.0.1:{port}" in last_words(http_port=port)
+        assert f"router.grpc_port: cannot listen on 127.0.0.1:{port}" in last_words(grpc_port=port)
+    assert "router.colour: Extra inputs" in last_words(colour=1)
