@@ -29,7 +29,7 @@ from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
 from cluster.worker_client import WorkerClient
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
-from headrace.errors import HeadraceError, WorkerLost
+from headrace.errors import HeadraceError, InternalError, WorkerLost
 from headrace.store import StoreUnavailable
 from workers.spec import WorkerSpec
 
@@ -233,6 +233,8 @@ class Controller:
                     reason = (await client.describe()).unhealthy_reason
                 except WorkerLost as error:
                     reason = error.message
+                except InternalError:
+                    reason = ""  # it answers: whatever is wrong with it, another start would not put right
                 if not reason:
                     good = self._clock.now()
         return f"no progress for {SILENT_SECONDS:.0f} s: {reason}"
@@ -254,7 +256,7 @@ class Controller:
         try:
             async with WorkerClient(worker.address) as client:
                 await client.set_role(action.role)
-        except WorkerLost:
+        except (WorkerLost, InternalError):
             worker.seen = replace(worker.seen, role=before)  # so that the next round asks again
 
     async def _drain(self, worker: _Worker, why: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport
-from headrace.errors import WorkerLost
+from headrace.errors import InternalError, WorkerLost
 from headrace.store import StoreUnavailable, connect
 
 BUDGET_SECONDS = 2.0
@@ -53,5 +53,5 @@ async def _ask(record: WorkerRecord) -> WorkerStatus:
     try:
         async with WorkerClient(record.address) as client:
             return WorkerStatus(record, await client.describe())
-    except WorkerLost as error:
+    except (WorkerLost, InternalError) as error:
         return WorkerStatus(record, None, error.message)

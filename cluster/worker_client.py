@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 
 from headrace import wire
-from headrace.errors import WorkerLost
+from headrace.errors import InternalError, WorkerLost
 from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import BlockCounts, Load, Role
 
@@ -44,7 +44,8 @@ class WorkerReport:
 
 
 class WorkerClient:
-    """A channel to one worker. Every call raises WorkerLost when it is not answered in time."""
+    """A channel to one worker. Every call raises WorkerLost when it is not answered in time, InternalError when it is
+    answered with an error."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -84,4 +85,6 @@ class WorkerClient:
         try:
             return await method(request, timeout=seconds)
         except grpc.aio.AioRpcError as error:
-            raise WorkerLost(f"{self._address} did not answer: {error.code().name} {error.details()}") from error
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise WorkerLost(f"{self._address} did not answer: {error.details()}") from error
+            raise InternalError(f"{self._address} answered {error.code().name}: {error.details()}") from error

@@ -19,6 +19,7 @@ from cluster.checks import port_is_free
 from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
 from cluster.session import Session, SessionFolder
+from cluster.signals import Signals
 from cluster.talk import Answer, Options, Talk, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
 from headrace.errors import InternalError
@@ -107,8 +108,14 @@ def _written(config: ClusterConfig) -> pathlib.Path:
 
 
 async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
-    async with running(config, "", SessionFolder(config.name), report) as cluster:
-        return await _ask(cluster.session)
+    signals = Signals()
+    try:
+        async with running(config, "", SessionFolder(config.name), signals.after_ray(report)) as cluster:
+            return await _ask(cluster.session)
+    except asyncio.CancelledError:
+        if signals.received:
+            raise click.Abort from None
+        raise
 
 
 async def _ask(session: Session) -> list[Answer]:

@@ -67,16 +67,15 @@ def _render(snapshot: Snapshot) -> RenderableType:
         head += "  [yellow]starting[/]"
     if snapshot.controller:
         head += f"\n[red]controller: {snapshot.controller}[/]"
-    return Group(head, _workers(snapshot), _links(snapshot))
+    return Group(head, _workers(snapshot), *_notes(snapshot))
 
 
 def _workers(snapshot: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("POOL", "WORKER", "ROLE", "LAYOUT", "STATE"):
-        table.add_column(column)
-    for column in ("RUN", "WAIT", "BLOCKS used/cached/pinned/all", "HAND-OFFS in/out", "STEPS"):
-        table.add_column(column, justify="right")
-    table.add_column("REASON")
+        table.add_column(column, no_wrap=True)
+    for column in ("RUN/WAIT", "KV USED", "CACHED", "PINNED", "IN/OUT"):
+        table.add_column(column, no_wrap=True, justify="right")
     for pool in sorted({*snapshot.desired, *(worker.record.pool for worker in snapshot.workers)}):
         members = [worker for worker in snapshot.workers if worker.record.pool == pool]
         ready = sum(worker.record.phase == "ready" for worker in members)
@@ -90,30 +89,29 @@ def _workers(snapshot: Snapshot) -> Table:
 
 
 def _cells(worker: WorkerStatus) -> list[str]:
+    """Blocks as a share of the pool; hand-offs that came in and went out."""
     record, report = worker.record, worker.report
     state = f"[{COLORS.get(record.phase, 'white')}]{record.phase}[/]"
     cells = [f"{record.worker_id}.{record.generation}", report.role if report else record.role, record.layout, state]
-    reason = worker.silence or record.reason or (report.unhealthy_reason if report else "")
     if report is None:
-        return [*cells, "", "", "", "", "", reason]
+        return cells
     blocks = report.blocks
-    return [
-        *cells,
-        str(report.load.num_running),
-        str(report.load.num_waiting),
-        f"{blocks.active}/{blocks.cached}/{blocks.pinned}/{blocks.total}",
-        f"{report.num_handoffs_in}/{report.num_handoffs_out}",
-        str(report.num_steps),
-        reason,
-    ]
+    shares = [f"{100 * count / max(blocks.total, 1):.1f} %" for count in (blocks.active, blocks.cached, blocks.pinned)]
+    load = f"{report.load.num_running}/{report.load.num_waiting}"
+    return [*cells, load, *shares, f"{report.num_handoffs_in}/{report.num_handoffs_out}"]
 
 
-def _links(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("LINK", "KIND", "STATE", "MOVED", "WHY"):
-        table.add_column(column)
+def _notes(snapshot: Snapshot) -> list[str]:
+    """What a worker waits for, or is wrong with it; and each link with the reason for its kind."""
+    notes: list[str] = []
     for worker in snapshot.workers:
-        for link in worker.report.links if worker.report else ():
-            moved = f"{link.num_bytes / 2**20:.1f} MiB"
-            table.add_row(f"{worker.record.worker_id} ← {link.worker_id}", link.kind, link.state, moved, link.reason)
-    return table
+        report = worker.report
+        reason = worker.silence or worker.record.reason or (report.unhealthy_reason if report else "")
+        if reason:
+            notes.append(f"[yellow]{worker.record.worker_id}[/] {reason}")
+        for link in report.links if report else ():
+            notes.append(
+                f"{worker.record.worker_id} ← {link.worker_id}  {link.kind}, {link.state}, "
+                f"{link.num_bytes / 2**20:.1f} MiB moved: {link.reason}"
+            )
+    return notes

@@ -18,6 +18,7 @@ from rich.console import Console
 from cluster.launch import Report, Step, absolute, running, watch
 from cluster.progress import json_lines, shown, write_line
 from cluster.session import Session, SessionFolder
+from cluster.signals import Signals
 from headrace import config as configuration
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -60,10 +61,10 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
     """Runs the cluster until a signal asks for its end (an ordinary way out) or it cannot go on (an error)."""
 
     async def serving() -> None:
-        signals = _Signals()
+        signals = Signals()
         folder = SessionFolder(config.name)
         try:
-            async with running(config, str(path), folder, report) as cluster:
+            async with running(config, str(path), folder, signals.after_ray(report)) as cluster:
                 ready(cluster.session)
                 await watch(folder, cluster, report)
         except asyncio.CancelledError:
@@ -71,23 +72,6 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
                 raise
 
     asyncio.run(serving())
-
-
-class _Signals:
-    """SIGINT and SIGTERM cancel the task that made this, once: what follows is the orderly end."""
-
-    def __init__(self) -> None:
-        self.received = False
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive)
-
-    def _receive(self) -> None:
-        if not self.received:
-            self.received = True
-            self._task.cancel()
 
 
 def detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
