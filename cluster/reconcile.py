@@ -229,7 +229,7 @@ def _starts(
     held = {worker.index for worker in workers}
     missing = max(target.replicas - len(kept), 0)
     free = [index for index in range(len(indices) + missing) if index not in indices][:missing]
-    starts: list[Action] = []
+    starts: list[Start] = []
     for index in free:
         past = history.get(worker_id(pool, index), History())
         if index not in held and now >= past.not_before:

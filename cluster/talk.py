@@ -151,7 +151,8 @@ def timeline(answer: Answer) -> list[tuple[str, str]]:
         ),
     ]
     if path.prefill_worker:
-        moved = f"{path.blocks_moved} block{'' if path.blocks_moved == 1 else 's'}, {path.bytes_moved / 2**20:.2f} MiB moved"
+        blocks = "1 block" if path.blocks_moved == 1 else f"{path.blocks_moved} blocks"
+        moved = f"{blocks}, {path.bytes_moved / 2**20:.2f} MiB moved"
         lines.append(("hand-off", f"{moved}; {_ms(path.transfer_exposed_seconds)} not hidden behind the prefill"))
     lines.append(("decode", f"{_ms(path.decode_seconds)} on {path.decode_worker}, {answer.completion_tokens} tokens"))
     lines.append(

@@ -109,9 +109,9 @@ def _notes(snapshot: Snapshot) -> list[str]:
         reason = worker.silence or worker.record.reason or (report.unhealthy_reason if report else "")
         if reason:
             notes.append(f"[yellow]{worker.record.worker_id}[/] {reason}")
-        for link in report.links if report else ():
-            notes.append(
-                f"{worker.record.worker_id} ← {link.worker_id}  {link.kind}, {link.state}, "
-                f"{link.num_bytes / 2**20:.1f} MiB moved: {link.reason}"
-            )
+        notes += [
+            f"{worker.record.worker_id} ← {link.worker_id}  {link.kind}, {link.state}, "
+            f"{link.num_bytes / 2**20:.1f} MiB moved: {link.reason}"
+            for link in (report.links if report else ())
+        ]
     return notes
