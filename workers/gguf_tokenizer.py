@@ -106,12 +106,14 @@ def build(file: Metadata) -> Tokenizer:
         raise CheckpointError(f"{file.path}: tokenizer.ggml.pre must be one of {', '.join(_PRE)}, got {pre!r}")
     tokens: list[str] = file.need("tokenizer.ggml.tokens")
     types: list[int] = file.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
-    merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
-    whole = [i for i, kind in enumerate(types) if kind in (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED)]
+    ordinary = {i for i, kind in enumerate(types) if kind in (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED)}
+    merges: list[str] = []
+    if any(len(tokens[i]) > 1 for i in ordinary):  # a vocabulary of bytes alone has none
+        merges = file.need("tokenizer.ggml.merges")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[(left, right) for left, right in merges],
+            merges=[(left, right) for left, right in (merge.split(" ", 1) for merge in merges)],
             ignore_merges=pre in _WHOLE_WORDS_FIRST,
         )
     )
@@ -119,7 +121,6 @@ def build(file: Metadata) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    ordinary = set(whole)
     tokenizer.add_tokens(
         [
             AddedToken(token, special=types[i] != TokenType.USER_DEFINED, normalized=False)

@@ -47,12 +47,12 @@ def read_rope(fields: Fields, context: int) -> tuple[Rope, int]:
     """The rotation, and the context that it reaches: of `rope_parameters`, or of `rope_theta` beside `rope_scaling`."""
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     theta = fields.number("rope_theta", 10000.0)
+    for holder in filter(None, (section, fields)):
+        if holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.wrong("partial_rotary_factor", "1.0")
     if section is None:
         return DefaultRope(theta), context
     theta = section.number("rope_theta", theta)
-    for holder in (section, fields):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise holder.wrong("partial_rotary_factor", "1.0")
     kind = section.values.get("rope_type", section.values.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise section.wrong("rope_type", "default, linear, llama3 or yarn")
