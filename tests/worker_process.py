@@ -1,0 +1,55 @@
+"""`python -m workers` as a child process, for tests."""
+
+import asyncio
+import os
+import pathlib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from headrace.v1 import control_pb2_grpc
+from headrace.values import PrefillTarget
+
+
+@dataclass
+class WorkerProcess:
+    """A worker that said it is ready. `log` is where its stderr goes."""
+
+    process: asyncio.subprocess.Process
+    worker_id: str
+    address: str
+    log: pathlib.Path
+
+    @property
+    def target(self) -> PrefillTarget:
+        return PrefillTarget(self.worker_id, 1, self.address)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[control_pb2_grpc.ControlStub]:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            yield control_pb2_grpc.ControlStub(channel)
+
+
+@asynccontextmanager
+async def a_worker_process(
+    model: pathlib.Path, folder: pathlib.Path, worker_id: str, *options: str
+) -> AsyncIterator[WorkerProcess]:
+    log = folder / f"{worker_id}.log"
+    command = (sys.executable, "-m", "workers", "--model", str(model), "--worker-id", worker_id, "--generation", "1")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command, *options, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment
+        )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode().split()
+        assert line[:2] == ["ready", worker_id], log.read_text()
+        yield WorkerProcess(process, worker_id, line[2], log)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
