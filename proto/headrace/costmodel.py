@@ -6,6 +6,7 @@ transfer seconds = base + bytes / bandwidth
 """
 
 from dataclasses import dataclass, replace
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +43,133 @@ class CostModel:
         return self.transfer_base_seconds + num_bytes / self.transfer_bytes_per_second
 
 
-class _Line:
-    """Weighted recursive least squares of y = Σ wᵢ·xᵢ with forgetting; outliers beyond 4 mean deviations are clipped.
+Triple = tuple[float, float, float]
+NANOSECOND = 1e-9  # no clock tells shorter steps apart
 
-    Features are scaled by their running maximum, so that 1, tokens and tokens·context condition alike.
+
+class _Line:
+    """An online fit of y = Σ wᵢ·xᵢ with wᵢ ≥ 0 and x ≥ 0, by non-negative least squares of relative errors.
+
+    Everything is measured in what the start predicts: u = w / start, z = start · x, so the start is u = (1, 1, 1) and
+    features of any magnitude condition alike. Old samples are forgotten exponentially. A sample whose relative error is
+    beyond OUTLIER times the running median counts only as much as one at that border (Huber). Where samples leave a
+    direction open, a small pull towards the last fit decides.
     """
 
-    def __init__(self, start: tuple[float, float, float], forget: float = 0.99) -> None:
-        self._weights = list(start)
-        self._cov = [[(w or 1e-9) ** 2 * 25 if i == j else 0.0 for j in range(3)] for i, w in enumerate(start)]
-        self._forget = forget
-        self._deviation = 0.0
-        self.num_samples = 0
+    FORGET = 0.998
+    OUTLIER = 4.0
+    PULL = 0.05
+    SETTLED = 64
+    SOLVE_EVERY = 8
 
-    def add(self, x: tuple[float, float, float], y: float) -> None:
-        error = y - sum(w * v for w, v in zip(self._weights, x, strict=True))
-        if self.num_samples >= 32:
-            limit = 4 * self._deviation
-            error = max(-limit, min(limit, error))
-        self._deviation = abs(error) if not self.num_samples else 0.95 * self._deviation + 0.05 * abs(error)
-        noise = max(self._deviation, 1e-3 * abs(y), 1e-9) ** 2
-        px = [sum(self._cov[i][j] * x[j] for j in range(3)) for i in range(3)]
-        denominator = self._forget * noise + sum(x[i] * px[i] for i in range(3))
-        gain = [p / denominator for p in px]
-        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
-        grow = 1 / self._forget if sum(self._cov[i][i] for i in range(3)) < 1.0 else 1.0
-        self._cov = [[(self._cov[i][j] - gain[i] * px[j]) * grow for j in range(3)] for i in range(3)]
-        self.num_samples += 1
+    def __init__(self, start: Triple, min_samples: int) -> None:
+        self._start = tuple(max(w, 1e-15) for w in start)
+        self._fit: Triple = (1.0, 1.0, 1.0)
+        self._first: list[tuple[Triple, float]] | None = []
+        self._min_samples = min_samples
+        self._num_samples = 0
+        self._error = 0.0
+        self._gram = [0.0] * 6  # z·z in the order 00 01 02 11 12 22
+        self._target = [0.0] * 3
 
     @property
-    def weights(self) -> tuple[float, float, float]:
-        a, b, c = (max(w, 0.0) for w in self._weights)
+    def settled(self) -> bool:
+        return self._first is None
+
+    @property
+    def weights(self) -> Triple:
+        a, b, c = (u * w for u, w in zip(self._fit, self._start, strict=True))
         return a, b, c
+
+    def add(self, x: Triple, y: float) -> None:
+        if not 0.0 <= y < float("inf"):
+            raise ValueError(f"a step cannot have taken {y} s")
+        s0, s1, s2 = self._start
+        z = (s0 * x[0], s1 * x[1], s2 * x[2])
+        if self._first is None:
+            self._learn(z, y)
+            return
+        self._first.append((z, y))
+        if len(self._first) >= self._min_samples:
+            self._begin(self._first)
+            self._first = None
+
+    def _begin(self, samples: list[tuple[Triple, float]]) -> None:
+        """The first fit is the start as a whole, sped up or slowed down by the median: one odd sample cannot bend it."""
+        scale = max(median(y / sum(z) for z, y in samples), 1e-9)
+        self._fit = (scale, scale, scale)
+        self._error = max(median(abs(y / (scale * sum(z)) - 1) for z, y in samples), 0.01)
+        for z, y in samples:
+            self._learn(z, y)
+
+    def _learn(self, z: Triple, y: float) -> None:
+        u0, u1, u2 = self._fit
+        expected = max(u0 * z[0] + u1 * z[1] + u2 * z[2], NANOSECOND)
+        error = abs(y / expected - 1)
+        border = self.OUTLIER * self._error
+        weight = (1.0 if error <= border else border / error) / (expected * expected)
+        # A multiplicative walk to the median: what lies beyond it moves it no further than what lies just above.
+        self._error = max(self._error * (1.05 if error > self._error else 1 / 1.05), 1e-3)
+        gram, target, forget = self._gram, self._target, self.FORGET
+        z0, z1, z2 = z
+        w0, w1, w2 = weight * z0, weight * z1, weight * z2
+        gram[0] = gram[0] * forget + w0 * z0
+        gram[1] = gram[1] * forget + w0 * z1
+        gram[2] = gram[2] * forget + w0 * z2
+        gram[3] = gram[3] * forget + w1 * z1
+        gram[4] = gram[4] * forget + w1 * z2
+        gram[5] = gram[5] * forget + w2 * z2
+        target[0] = target[0] * forget + w0 * y
+        target[1] = target[1] * forget + w1 * y
+        target[2] = target[2] * forget + w2 * y
+        self._num_samples += 1
+        if self._num_samples < self.SETTLED or self._num_samples % self.SOLVE_EVERY == 0:
+            self._solve()
+
+    def _solve(self) -> None:
+        """Minimises Σ weight·(y − z·u)² + pull over u ≥ 0: of the 8 sets of free coefficients, the best feasible one."""
+        g00, g01, g02, g11, g12, g22 = self._gram
+        largest = max(self._fit)
+        pull = self.PULL / (largest * largest)
+        matrix = ((g00 + pull, g01, g02), (g01, g11 + pull, g12), (g02, g12, g22 + pull))
+        target = tuple(t + pull * u for t, u in zip(self._target, self._fit, strict=True))
+        best: Triple | None = None
+        best_cost = float("inf")
+        for free in _FREE_SETS:
+            u = _solve_free(matrix, target, free)
+            if u is None:
+                continue
+            if len(free) == 3:
+                best = u
+                break
+            cost = sum(u[i] * (sum(matrix[i][j] * u[j] for j in free) - 2 * target[i]) for i in free)
+            if cost < best_cost:
+                best, best_cost = u, cost
+        if best is not None and sum(best) > 0.0:
+            self._fit = best
+
+
+_FREE_SETS = ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
+
+
+def _solve_free(matrix: tuple[Triple, ...], target: tuple[float, ...], free: tuple[int, ...]) -> Triple | None:
+    """The minimum over the free coefficients, the others 0; None when it is not feasible. Gaussian elimination."""
+    rows = [[*(matrix[i][j] for j in free), target[i]] for i in free]
+    size = len(free)
+    for k in range(size):
+        if rows[k][k] <= 0.0:
+            return None
+        for i in range(k + 1, size):
+            factor = rows[i][k] / rows[k][k]
+            for j in range(k, size + 1):
+                rows[i][j] -= factor * rows[k][j]
+    u = [0.0, 0.0, 0.0]
+    for k in reversed(range(size)):
+        value = (rows[k][size] - sum(rows[k][j] * u[free[j]] for j in range(k + 1, size))) / rows[k][k]
+        if value < 0.0:
+            return None
+        u[free[k]] = value
+    return u[0], u[1], u[2]
 
 
 class OnlineFit:
@@ -87,9 +183,11 @@ class OnlineFit:
     def __init__(self, start: CostModel | None = None) -> None:
         self._model = start or CostModel()
         m = self._model
-        self._prefill = _Line((m.prefill_base_seconds, m.prefill_token_seconds, m.prefill_token_context_seconds))
-        self._decode = _Line((m.decode_base_seconds, m.decode_sequence_seconds, m.decode_context_token_seconds))
-        self._transfer = _Line((m.transfer_base_seconds, 1 / m.transfer_bytes_per_second, 0.0))
+        prefill = (m.prefill_base_seconds, m.prefill_token_seconds, m.prefill_token_context_seconds)
+        decode = (m.decode_base_seconds, m.decode_sequence_seconds, m.decode_context_token_seconds)
+        self._prefill = _Line(prefill, self.MIN_SAMPLES)
+        self._decode = _Line(decode, self.MIN_SAMPLES)
+        self._transfer = _Line((m.transfer_base_seconds, 1 / m.transfer_bytes_per_second, 0.0), self.MIN_SAMPLES)
 
     def add_prefill(self, num_tokens: int, mean_context: float, seconds: float) -> None:
         self._prefill.add((1.0, num_tokens, num_tokens * mean_context), seconds)
@@ -104,13 +202,13 @@ class OnlineFit:
     def model(self) -> CostModel:
         """The fit so far; a line with fewer than MIN_SAMPLES samples stays at its start."""
         model = self._model
-        if self._prefill.num_samples >= self.MIN_SAMPLES:
+        if self._prefill.settled:
             a, b, c = self._prefill.weights
             model = replace(model, prefill_base_seconds=a, prefill_token_seconds=b, prefill_token_context_seconds=c)
-        if self._decode.num_samples >= self.MIN_SAMPLES:
+        if self._decode.settled:
             a, b, c = self._decode.weights
             model = replace(model, decode_base_seconds=a, decode_sequence_seconds=b, decode_context_token_seconds=c)
-        if self._transfer.num_samples >= self.MIN_SAMPLES:
+        if self._transfer.settled:
             a, b, _ = self._transfer.weights
             model = replace(model, transfer_base_seconds=a, transfer_bytes_per_second=1 / max(b, 1e-13))
         return model
