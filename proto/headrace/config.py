@@ -12,10 +12,11 @@ An unknown key or an impossible value raises ConfigError with the key, the value
 """
 
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, Role
@@ -141,17 +142,56 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
     try:
         config = ClusterConfig.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"{source}: {key}: {first['msg']}, got {first.get('input')!r}", key=key, value=first.get("input")
-        ) from error
+        raise _first_fault(source, error) from error
     roles = {pool.role for pool in config.pools.values()}
     if roles == {"prefill"}:
         raise ConfigError.out_of_range(
             f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
         )
     return config
+
+
+def _first_fault(source: str, error: ValidationError) -> ConfigError:
+    """The first thing wrong, with what would be right there: an unknown key before a bad value, which it may explain."""
+    faults = error.errors()
+    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+    *path, name = map(str, fault["loc"]) if fault["loc"] else ("",)
+    key = ".".join((*path, name))
+    section = _section(path)
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(sorted(section.model_fields)) if section is not None else "no keys"
+        return ConfigError(f"{source}: {key}: unknown key; known here: {known}", key=key, value=name, allowed=known)
+    if fault["type"] == "missing":
+        return ConfigError(f"{source}: {key}: must be given", key=key)
+    field = section.model_fields.get(name) if section is not None else None
+    allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ")
+    return ConfigError.out_of_range(f"{source}: {key}", fault.get("input"), allowed)
+
+
+def _section(path: list[str]) -> type[BaseModel] | None:
+    """The part of the file that a path of keys leads to."""
+    kind: Any = ClusterConfig
+    for part in path:
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
+            kind = kind.model_fields[part].annotation
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            return None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _range(field: FieldInfo) -> str:
+    """A number's bounds in words; empty where there are none."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = [
+        f"{word} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, word in words.items()
+        if getattr(limit, name, None) is not None
+    ]
+    whole = field.annotation is int or int in get_args(field.annotation)
+    return f"{'a whole number' if whole else 'a number'} {' and '.join(bounds)}" if bounds else ""
 
 
 def load(path: pathlib.Path) -> ClusterConfig:

@@ -39,6 +39,11 @@ class HeadraceError(Exception):
         return type(self).__name__
 
 
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
 class InvalidRequest(HeadraceError):
     """A request that cannot be served as it is: `field` is the client's own name for the parameter."""
 
@@ -50,8 +55,7 @@ class InvalidRequest(HeadraceError):
 
     @classmethod
     def out_of_range(cls, field: str, value: object, allowed: str) -> "InvalidRequest":
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        shown = _shown(value)
         return cls(f"{field} must be {allowed}, got {shown}", field=field, value=shown, allowed=allowed)
 
 
@@ -100,7 +104,8 @@ class StaleBlocks(TransferFailed): ...
 class ConfigError(HeadraceError):
     @classmethod
     def out_of_range(cls, key: str, value: object, allowed: str) -> "ConfigError":
-        return cls(f"{key}: must be {allowed}, got {value!r}", key=key, value=value, allowed=allowed)
+        shown = _shown(value)
+        return cls(f"{key}: must be {allowed}, got {shown}", key=key, value=shown, allowed=allowed)
 
 
 class CheckpointError(HeadraceError): ...
@@ -145,8 +150,8 @@ _BY_NAME: Mapping[str, type[HeadraceError]] = {kind.__name__: kind for kind in M
 
 
 def meaning(error: HeadraceError) -> Meaning:
-    """The error's row of the table; its own retry_after_seconds wins over the row's."""
-    row = MEANINGS.get(type(error), MEANINGS[InternalError])
+    """The error's row of the table, or its nearest ancestor's; its own retry_after_seconds wins over the row's."""
+    row = next((MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS), MEANINGS[InternalError])
     if error.retry_after_seconds is None:
         return row
     return Meaning(row.grpc_code, row.http_status, row.openai_type, row.retryable, error.retry_after_seconds)

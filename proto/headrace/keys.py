@@ -175,7 +175,7 @@ SNAPSHOT_META_FIELD = b"meta"
 
 
 def encode_meta(generation: int, sequence: int) -> bytes:
-    """The value of the `meta` field of the `blocks` hash; the other fields are block ids, their values a byte of tier."""
+    """The value of the `meta` field of the `blocks` hash; the others are block ids with a byte for each of their tiers."""
     return struct.pack("<QQ", generation, sequence)
 
 
@@ -189,16 +189,26 @@ def decode_meta(raw: bytes) -> tuple[int, int]:
 
 def snapshot_fields(generation: int, sequence: int, blocks: Iterable[tuple[BlockId, Tier]]) -> dict[bytes, bytes]:
     """The `blocks` hash as its fields."""
-    fields: dict[bytes, bytes] = {bytes(block): bytes((tier,)) for block, tier in blocks}
+    fields: dict[bytes, bytes] = {}
+    for block, tier in blocks:
+        fields[block] = fields.get(block, b"") + bytes((tier,))
     fields[SNAPSHOT_META_FIELD] = encode_meta(generation, sequence)
     return fields
 
 
 def parse_snapshot(fields: dict[bytes, bytes]) -> Snapshot | None:
-    """The inverse of snapshot_fields; None when there is no snapshot."""
+    """The inverse of snapshot_fields; None when there is no snapshot. ValueError on what snapshot_fields did not make."""
     meta = fields.get(SNAPSHOT_META_FIELD)
     if meta is None:
         return None
     generation, sequence = decode_meta(meta)
-    pairs = tuple((BlockId(key), Tier(value[0])) for key, value in fields.items() if key != SNAPSHOT_META_FIELD)
-    return Snapshot(generation, sequence, pairs)
+    pairs: list[tuple[BlockId, Tier]] = []
+    for key, tiers in fields.items():
+        if key == SNAPSHOT_META_FIELD:
+            continue
+        if len(key) != ID_BYTES or not tiers:
+            raise ValueError(
+                f"snapshot has a block of {len(key)} bytes in {len(tiers)} tiers, {ID_BYTES} bytes expected"
+            )
+        pairs.extend((BlockId(key), Tier(tier)) for tier in tiers)
+    return Snapshot(generation, sequence, tuple(pairs))

@@ -1,0 +1,96 @@
+import pathlib
+
+import pytest
+
+from headrace.config import ClusterConfig, load, parse
+from headrace.errors import ConfigError
+from headrace.values import ParallelLayout, Role
+
+GOOD = """
+model: models/smollm2-135m-instruct/
+pools:
+  prefill: {role: prefill, replicas: 2}
+  decode: {role: decode, tp: 2, pp: 2}
+router: {api_keys: [a, b], http_port: 0}
+handoff: {pin_seconds: 3}
+"""
+
+
+def test_a_file_becomes_frozen_values_and_the_rest_is_default() -> None:
+    config = parse(GOOD)
+    assert config.model_name == "smollm2-135m-instruct"
+    assert config.pools["decode"].layout == ParallelLayout(2, 2)
+    assert config.pools["prefill"].worker_role is Role.PREFILL
+    assert config.router.api_keys == ("a", "b")
+    assert config.handoff.pin_seconds == 3.0
+    assert config.redis.url is None
+    with pytest.raises(Exception, match="frozen"):
+        config.name = "other"  # type: ignore[misc]
+
+
+def test_a_served_name_wins_over_the_folders() -> None:
+    assert parse(GOOD + "served_model_name: small").model_name == "small"
+
+
+BAD = {
+    "unknown key": ("engine: {blocksize: 32}", "engine.blocksize", "blocksize", "block_size"),
+    "unknown key at the top": ("modle: x", "modle", "modle", "model, name"),
+    "below the range": ("engine: {block_size: 0}", "engine.block_size", "0", "at least 1 and at most 1024"),
+    "above the range": ("router: {http_port: 70000}", "router.http_port", "70000", "at most 65535"),
+    "not a whole number": ("engine: {max_num_seqs: 1.5}", "engine.max_num_seqs", "1.5", "a whole number at least 1"),
+    "not a number": ("engine: {kv_bytes: lots}", "engine.kv_bytes", "'lots'", "a whole number at least"),
+    "a fraction beyond 1": ("handoff: {claim_fraction: 1.5}", "handoff.claim_fraction", "1.5", "above 0 and at most 1"),
+    "not one of the words": ("engine: {device: tpu}", "engine.device", "'tpu'", "'cpu' or 'cuda'"),
+    "a number for a switch": ("fault_hooks: 1", "fault_hooks", "1", "a valid boolean"),
+    "a section that is none": ("engine: 7", "engine", "7", "EngineConfig"),
+    "a name that is no name": ("name: Über", "name", "'Über'", "^[a-z0-9]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_fault_names_the_key_the_value_and_what_is_allowed(case: str) -> None:
+    line, key, value, allowed = BAD[case]
+    text = GOOD.replace("router: {api_keys: [a, b], http_port: 0}\n", "").replace("handoff: {pin_seconds: 3}\n", "")
+    with pytest.raises(ConfigError) as caught:
+        parse(text + line, "cluster.yaml")
+    message = caught.value.message
+    assert message.startswith(f"cluster.yaml: {key}: ")
+    assert value in message
+    assert allowed in message
+
+
+def test_faults_inside_a_pool_name_the_pool() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("model: m\npools: {fast: {role: decode, tp: 0}}")
+    assert "pools.fast.tp: must be a whole number at least 1 and at most 64, got 0" in caught.value.message
+    with pytest.raises(ConfigError, match=r"pools\.fast\.gpus: unknown key; known here: pp, replicas, role, tp"):
+        parse("model: m\npools: {fast: {role: decode, gpus: 1}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pools: {d: {role: decode}}", "model: must be given"),
+        ("model: m\npools: {}", "pools: must be"),
+        ("model: m\npools: {p: {role: prefill}}", "at least one pool that decodes"),
+        ("- a\n- b", "must be a mapping of keys, got list"),
+        ("", "must be a mapping of keys, got NoneType"),
+        ("model: [", "not valid YAML"),
+        ("model: m\n\tpools: x", "not valid YAML"),
+    ],
+)
+def test_broken_files_are_refused_with_the_reason(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert expected in caught.value.message
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error_with_its_path(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    with pytest.raises(ConfigError, match=str(file)):
+        load(file)
+    file.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match=str(file)):
+        load(file)
+    file.write_text(GOOD, encoding="utf-8")
+    assert isinstance(load(file), ClusterConfig)
