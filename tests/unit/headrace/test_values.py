@@ -88,7 +88,7 @@ def test_lists_are_checked_entry_by_entry_and_in_length(changes: dict[str, Any],
 
 def test_token_ids_beyond_the_vocabulary_are_named() -> None:
     replace(SAMPLING, logit_bias=((9, 1.0),), stop_token_ids=(9,)).check_vocabulary(10)
-    with pytest.raises(InvalidRequest, match="integer from 0 to 8"):
+    with pytest.raises(InvalidRequest, match="from 0 to 8, got 9"):
         replace(SAMPLING, logit_bias=((9, 1.0),)).check_vocabulary(9)
     with pytest.raises(InvalidRequest) as caught:
         replace(SAMPLING, stop_token_ids=(9,)).check_vocabulary(9)
