@@ -5,13 +5,16 @@ import triton
 from torch import Tensor
 
 from kernels import norm, silu_mul
+from kernels.dense_prefill import dense_prefill
 from kernels.ops import AttentionBatch
 from kernels.paged_decode import MATRIX_ROWS, DecodeScratch, paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rope_store import rope_store
-from kernels.tuning import Tuning, tuning_of
+from kernels.tuning import DecodeTile, Tuning, tuning_of
 
 MAX_DECODE_ROWS = 1024
+MANY_UNITS = 512  # rows × KV heads
+DENSE_FROM_TOKENS = 512  # below, the gather and its launches cost more than the faster kernel saves
 
 
 class CudaOps:
@@ -24,7 +27,7 @@ class CudaOps:
         self._device = device
         self._tuning = tuning or tuning_of(device)
         self._multiprocessors = num_multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
-        self._scratch: dict[tuple[int, int], DecodeScratch] = {}
+        self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -59,10 +62,12 @@ class CudaOps:
         self._check(num_heads, num_kv_heads, head_dim, decodes)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
-            scratch = self._decode_scratch(num_kv_heads, head_dim)
-            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, self._tuning.decode)
+            many = decodes * num_kv_heads >= MANY_UNITS
+            tile = self._tuning.decode_many if many else self._tuning.decode
+            scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
+            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
         if decodes < batch.contexts_R.shape[0]:
-            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill)
+            self._prefill(q_THE, pool, layer, batch, scale, out)
         return out
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
@@ -71,11 +76,27 @@ class CudaOps:
             silu_mul.silu_mul(x_T2F, out, self._tuning.silu)
         return out
 
-    def _decode_scratch(self, num_kv_heads: int, head_dim: int) -> DecodeScratch:
-        key = num_kv_heads, head_dim
+    def _prefill(
+        self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, out_THE: Tensor
+    ) -> None:
+        """Long whole prompts go through the dense kernel, all else through the paged one."""
+        first, start, paged = batch.num_decodes, batch.num_decodes, not batch.prefill_lengths
+        for row, (tokens, context) in enumerate(batch.prefill_lengths, first):
+            if tokens == context >= DENSE_FROM_TOKENS:
+                here = slice(start, start + tokens)
+                dense_prefill(q_THE[here], pool, layer, batch.block_tables_RB[row], scale, out_THE[here])
+            else:
+                paged = True
+            start += tokens
+        if paged:
+            dense_from = DENSE_FROM_TOKENS if batch.prefill_lengths else None
+            paged_prefill(q_THE, pool, layer, batch, scale, out_THE, first, self._tuning.prefill, dense_from)
+
+    def _decode_scratch(self, tile: DecodeTile, num_kv_heads: int, head_dim: int) -> DecodeScratch:
+        programs = self._multiprocessors * tile.programs_per_multiprocessor
+        key = programs, num_kv_heads, head_dim
         if key not in self._scratch:
-            programs = self._multiprocessors * self._tuning.decode.programs_per_multiprocessor
-            self._scratch[key] = DecodeScratch.of(programs, MAX_DECODE_ROWS, *key, self._device)
+            self._scratch[key] = DecodeScratch.of(programs, MAX_DECODE_ROWS, num_kv_heads, head_dim, self._device)
         return self._scratch[key]
 
     @staticmethod

@@ -27,6 +27,8 @@ class AttentionBatch:
     num_decodes: int
     max_query: int  # most tokens of any row
     max_context: int  # largest context of any row
+    # (tokens, context) of each row after the decodes, where the host knows them: whole prompts may take a dense kernel.
+    prefill_lengths: tuple[tuple[int, int], ...] = ()
 
 
 class Ops(Protocol):

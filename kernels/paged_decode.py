@@ -24,7 +24,6 @@ from kernels.tuning import DecodeTile
 
 LOG2_E = 1.4426950408889634
 MATRIX_ROWS = 16
-MERGED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def paged_decode(
         E=head_dim,
         S=size,
         C=tile.tokens,
-        I=MERGED_AT_ONCE,
+        I=tile.merged,
         ROWS=triton.next_power_of_2(num_rows),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -127,9 +126,10 @@ def _decode(
     tiles_R = tl.cdiv(tl.load(CONTEXTS + rows, mask=rows < num_rows, other=0), C)
     ends_R = tl.cumsum(tiles_R, 0) * K
     total = tl.sum(tiles_R, 0) * K
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), least_tiles)
-    tile = program * share
-    stop = tl.minimum(tile + share, total)
+    # Shares differ by one tile at most; no more programs than have the least that pays.
+    programs = tl.maximum(tl.minimum(tl.num_programs(0), total // least_tiles), 1)
+    tile = _start_of(program, total, programs)
+    stop = _start_of(tl.minimum(program + 1, programs), total, programs)
     row = tl.sum((ends_R <= tile).to(tl.int32), 0)
     row_start = tl.max(tl.where(ends_R <= tile, ends_R, 0), 0)
 
@@ -156,10 +156,13 @@ def _decode(
         weight_M = tl.zeros([M], tl.float32)
         sum_ME = tl.zeros([M, E], tl.float32)
         for start in range(first * C, last * C, C):
-            position = start + c
-            inside = position < context
-            block = tl.load(table + position // S, mask=inside, other=0).to(tl.int64)
-            where_CE = layer_base + (block * block_stride + (position % S) * E)[:, None] + e[None, :]
+            inside = start + c < context
+            if C == S:  # a tile is a block: one number, and offsets that stay the same
+                block = tl.load(table + start // S).to(tl.int64)
+                where_CE = layer_base + block * block_stride + (c[:, None] * E + e[None, :])
+            else:
+                block_C = tl.load(table + (start + c) // S, mask=inside, other=0).to(tl.int64)
+                where_CE = layer_base + (block_C * block_stride + (start + c) % S * E)[:, None] + e[None, :]
             keys_CE = tl.load(where_CE, mask=inside[:, None], other=0.0)
             values_CE = tl.load(where_CE + S * E, mask=inside[:, None], other=0.0)
             scores_MC = tl.dot(q_ME, tl.trans(keys_CE), input_precision="ieee") * log2_scale
@@ -185,8 +188,8 @@ def _decode(
             tl.store(STATISTICS + place * 2 * M + m, largest_M)
             tl.store(STATISTICS + place * 2 * M + M + m, weight_M)
             tl.debug_barrier()  # every thread's stores come before the one thread's arrival
-            first_program = unit_start // share
-            holders = (unit_start + unit_tiles - 1) // share - first_program + 1
+            first_program = _holder_of(unit_start, total, programs)
+            holders = _holder_of(unit_start + unit_tiles - 1, total, programs) - first_program + 1
             if tl.atomic_add(ARRIVED + row * K + head, 1, sem="acq_rel") == holders - 1:
                 _merge(
                     PARTIAL,
@@ -206,6 +209,18 @@ def _decode(
         if (last == unit_tiles) & (head == K - 1):
             row += 1
             row_start = tile
+
+
+@triton.jit
+def _start_of(program, total, programs):
+    """The first tile of a program's share."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)
+
+
+@triton.jit
+def _holder_of(tile, total, programs):
+    """Whose share a tile is in: the last program that starts at or before it."""
+    return (((tile + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
 
 
 @triton.jit

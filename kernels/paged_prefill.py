@@ -27,8 +27,10 @@ def paged_prefill(
     out_THE: Tensor,
     first_row: int,
     tile: PrefillTile,
+    whole_from: int | None = None,
 ) -> None:
-    """Writes the tokens of rows `first_row` and after; rows of context 0 are left alone."""
+    """Writes the tokens of rows `first_row` and after; left alone are rows of context 0, and rows of `whole_from` or
+    more tokens that are their whole context."""
     _, num_heads, head_dim = q_THE.shape
     num_kv_heads = pool.shape[1]
     group = num_heads // num_kv_heads
@@ -42,6 +44,7 @@ def paged_prefill(
         out_THE,
         layer,
         first_row,
+        2**31 - 1 if whole_from is None else whole_from,
         batch.block_tables_RB.stride(0),
         q_THE.stride(0),
         out_THE.stride(0),
@@ -59,7 +62,7 @@ def paged_prefill(
     )
 
 
-@triton.jit(do_not_specialize=["layer", "first_row", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "first_row", "whole_from", "table_stride"])
 def _prefill(
     Q,
     POOL,
@@ -69,6 +72,7 @@ def _prefill(
     OUT,
     layer,
     first_row,
+    whole_from,
     table_stride,
     q_stride,
     out_stride,
@@ -89,7 +93,8 @@ def _prefill(
     context = tl.load(CONTEXTS + row)
     tokens_held: tl.constexpr = M // G
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens_held
-    if (first_token >= num_query) | (context == 0):
+    whole = (num_query == context) & (num_query >= whole_from)
+    if (first_token >= num_query) | (context == 0) | whole:
         return
 
     m = tl.arange(0, M)

@@ -14,6 +14,7 @@ class DecodeTile:
     tokens: int
     programs_per_multiprocessor: int
     least_tiles: int  # fewest tiles worth a program of their own
+    merged: int  # partial results that a merge reads at a time
     num_warps: int
     num_stages: int
 
@@ -48,6 +49,7 @@ class PullTile:
 @dataclass(frozen=True, slots=True)
 class Tuning:
     decode: DecodeTile
+    decode_many: DecodeTile  # where there are rows enough for every multiprocessor
     prefill: PrefillTile
     norm: RowTile
     rope: RopeTile
@@ -59,6 +61,7 @@ class Tuning:
         tiles = json.loads(path.read_text())
         return cls(
             DecodeTile(**tiles["decode"]),
+            DecodeTile(**tiles["decode_many"]),
             PrefillTile(**tiles["prefill"]),
             RowTile(**tiles["norm"]),
             RopeTile(**tiles["rope"]),

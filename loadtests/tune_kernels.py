@@ -26,21 +26,22 @@ from kernels.tuning import TUNED, DecodeTile, PrefillTile, RopeTile, RowTile, Tu
 from loadtests import bench_kernels as bench
 
 DECODE = [
-    DecodeTile(tokens, 1, 1, warps, stages)
-    for tokens, warps, stages in (
-        (32, 4, 4),
-        (32, 4, 6),
-        (64, 4, 3),
-        (64, 4, 4),
-        (64, 4, 5),
-        (64, 8, 4),
-        (128, 4, 3),
-        (128, 4, 4),
-        (128, 8, 3),
-        (128, 8, 4),
+    DecodeTile(tokens, 1, 1, merged, warps, stages)
+    for tokens, merged, warps, stages in (
+        (32, 16, 4, 5),
+        (32, 16, 4, 6),
+        (32, 16, 4, 8),
+        (32, 32, 4, 6),
+        (32, 8, 4, 6),
+        (32, 8, 2, 6),
+        (32, 8, 2, 8),
+        (64, 16, 4, 5),
+        (64, 8, 4, 5),
+        (64, 16, 4, 6),
+        (128, 16, 4, 3),
     )
 ]
-GRIDS = [(programs, least) for programs in (1, 2, 3, 4) for least in (1, 2, 4)]
+GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4, 8)]
 PREFILL = [
     PrefillTile(*sizes)
     for sizes in (
@@ -95,13 +96,15 @@ class Tuner:
         self.table: dict[str, list[dict[str, Any]]] = {}
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def decode(self) -> DecodeTile:
+    def decode(self) -> tuple[DecodeTile, DecodeTile]:
         shapes = {
             "b128_1k": bench.batch_of([(1, 1024)] * 128, self.device),
             "b32_1k": bench.batch_of([(1, 1024)] * 32, self.device),
             "b1_32k": bench.batch_of([(1, 32768)], self.device),
             "b1_1k": bench.batch_of([(1, 1024)], self.device),
+            "mixed": bench.ragged_batch([100 + 37 * i % 1700 for i in range(128)], self.device),
         }
+        tokens = {name: int(batch.contexts_R.sum()) for name, batch in shapes.items()}
         variants = [
             dataclasses.replace(tile, programs_per_multiprocessor=programs, least_tiles=least)
             for tile in DECODE
@@ -121,11 +124,11 @@ class Tuner:
                     paged_decode(q, self.pool, layer, batch, bench.SCALE, out, scratch, tile)
 
             seconds = statistics.median(bench.seconds_of(layers, repeats=5)) / 8
-            return num_rows * batch.max_context * bench.KV_HEADS * bench.DIM * 4 / seconds / self.copy_rate
+            return tokens[name] * bench.KV_HEADS * bench.DIM * 4 / seconds / self.copy_rate
 
-        # least_tiles matters where there is little work, programs where there is much: the long shapes rule.
-        best: DecodeTile = self._best("decode", variants, fraction, list(shapes), weights={"b1_1k": 0.3})
-        return best
+        few: DecodeTile = self._best("decode", variants, fraction, ["b32_1k", "b1_32k", "b1_1k"], {"b1_1k": 0.3})
+        many: DecodeTile = self._best("decode_many", variants, fraction, ["b128_1k", "mixed"])
+        return few, many
 
     def prefill(self) -> PrefillTile:
         shapes = {str(n): bench.batch_of([(n, context)], self.device) for n, context in ((1024, 1024), (8192, 8192))}
@@ -217,7 +220,7 @@ def main() -> int:
     device = torch.device("cuda", 0)
     tuner = Tuner(device)
     norm_tile, rope_tile, silu_tile = tuner.rows()
-    found = Tuning(tuner.decode(), tuner.prefill(), norm_tile, rope_tile, silu_tile, tuning_of(device).pull)
+    found = Tuning(*tuner.decode(), tuner.prefill(), norm_tile, rope_tile, silu_tile, tuning_of(device).pull)
     arguments.table.write_text(json.dumps(tuner.table))
     (arguments.out or TUNED / f"{card(device)}.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
     print(f"tuned in {time.monotonic() - started:.1f} s: {found}", flush=True)

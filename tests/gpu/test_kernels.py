@@ -18,15 +18,17 @@ CUDA = torch.device("cuda", 0)
 )
 @pytest.mark.parametrize("num_programs", [1, 7, 132, 528])
 def test_decode(contexts: list[int], num_programs: int, dtype: torch.dtype) -> None:
-    for seed in range(3):
-        tile = tuning_of(CUDA).decode
-        checks.check_decode(contexts, 4, 8, 128, 32, num_programs, tile, CUDA, dtype, seed)
+    for seed in range(2):
+        for tile in (tuning_of(CUDA).decode, tuning_of(CUDA).decode_many):
+            checks.check_decode(contexts, 4, 8, 128, 32, num_programs, tile, CUDA, dtype, seed)
 
 
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "block_size"), [(1, 4, 64, 16), (3, 3, 64, 32), (7, 2, 128, 32), (16, 1, 256, 64)]
 )
-@pytest.mark.parametrize("tile", [DecodeTile(32, 2, 1, 4, 4), DecodeTile(64, 2, 2, 4, 4), DecodeTile(64, 1, 1, 8, 2)])
+@pytest.mark.parametrize(
+    "tile", [DecodeTile(32, 2, 1, 16, 4, 4), DecodeTile(64, 2, 2, 16, 4, 4), DecodeTile(64, 1, 1, 16, 8, 2)]
+)
 def test_decode_shapes(group: int, kv_heads: int, head_dim: int, block_size: int, tile: DecodeTile) -> None:
     checks.check_decode([200, 45, 1, 257], group, kv_heads, head_dim, block_size, 37, tile, CUDA, torch.bfloat16)
 

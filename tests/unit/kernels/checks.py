@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import norm, paged_decode, paged_prefill, pull_blocks, rope_store, silu_mul
+from kernels import dense_prefill, norm, paged_decode, paged_prefill, pull_blocks, rope_store, silu_mul
 from kernels.ops import AttentionBatch
-from kernels.reference import ReferenceOps
+from kernels.reference import ReferenceOps, gather_context
 from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
 from tests.unit.kernels.batches import filled_pool, paged_batch
 
@@ -75,6 +75,7 @@ def check_prefill(
     tile: PrefillTile,
     device: torch.device,
     dtype: torch.dtype,
+    whole_from: int | None = None,
 ) -> None:
     generator = torch.Generator().manual_seed(len(rows) + rows[0][0])
     num_blocks = sum(-(-context // block_size) for _, context in rows) + 3
@@ -84,15 +85,29 @@ def check_prefill(
     projection = torch.randn(sum(t for t, _ in rows), kv_heads * (group + 2), head_dim, generator=generator)
     q = projection.to(device, dtype)[:, : kv_heads * group]
     out = torch.full(q.shape, POISON, dtype=dtype, device=device)
-    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile)
+    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile, whole_from)
     expected = REFERENCE.attention(q, pool, 2, batch, 0.17)
     starts = batch.starts_R1.tolist()
-    for row, (_, context) in enumerate(rows):
+    for row, (num_query, context) in enumerate(rows):
         tokens = slice(starts[row], starts[row + 1])
-        if row < batch.num_decodes or context == 0:
+        whole = whole_from is not None and num_query == context >= whole_from
+        if row < batch.num_decodes or context == 0 or whole:
             assert (out[tokens] == torch.tensor(POISON, dtype=dtype)).all()
         else:
             assert_near(out[tokens], expected[tokens])
+
+
+def check_gather_row(
+    num_tokens: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_blocks = -(-num_tokens // block_size) + 3
+    batch = paged_batch([(num_tokens, num_tokens)], block_size, num_blocks, generator)
+    pool = filled_pool((num_blocks, kv_heads, 3, 2, block_size, head_dim), 1, batch, generator).to(device, dtype)
+    row = on(batch, device).block_tables_RB[0]
+    expected = gather_context(pool, 1, row, num_tokens)
+    for got, wanted in zip(dense_prefill.gather_row(pool, 1, row, num_tokens), expected, strict=True):
+        assert torch.equal(got.float(), wanted)
 
 
 def check_norms(shape: tuple[int, ...], tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:

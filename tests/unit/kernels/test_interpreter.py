@@ -18,7 +18,7 @@ F32 = torch.float32
     ids=["one", "edges", "padding", "long", "mixed"],
 )
 def test_decode_over_any_number_of_programs(contexts: list[int], num_programs: int) -> None:
-    tile = DecodeTile(16, 1, 1, 4, 2)
+    tile = DecodeTile(16, 1, 1, 16, 4, 2)
     checks.check_decode(contexts, 3, 2, 16, 8, num_programs, tile, CPU, F32)
 
 
@@ -30,16 +30,16 @@ def test_decode_over_any_number_of_programs(contexts: list[int], num_programs: i
 def test_decode_shapes(
     group: int, kv_heads: int, head_dim: int, block_size: int, tokens: int, least_tiles: int
 ) -> None:
-    tile = DecodeTile(tokens, 1, least_tiles, 4, 2)
+    tile = DecodeTile(tokens, 1, least_tiles, 16, 4, 2)
     checks.check_decode([tokens * 2, 45, 1, tokens * 3 + 1], group, kv_heads, head_dim, block_size, 7, tile, CPU, F32)
 
 
 def test_decode_merges_more_parts_than_fit_one_pass() -> None:
-    checks.check_decode([16 * 40 + 3], 2, 1, 16, 16, 41, DecodeTile(16, 1, 1, 4, 2), CPU, F32)
+    checks.check_decode([16 * 40 + 3], 2, 1, 16, 16, 41, DecodeTile(16, 1, 1, 16, 4, 2), CPU, F32)
 
 
 def test_decode_of_padding_alone_writes_nothing() -> None:
-    checks.check_decode([0, 0, 0], 2, 2, 16, 8, 4, DecodeTile(16, 1, 1, 4, 2), CPU, F32)
+    checks.check_decode([0, 0, 0], 2, 2, 16, 8, 4, DecodeTile(16, 1, 1, 16, 4, 2), CPU, F32)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,16 @@ def test_prefill_rows(rows: list[tuple[int, int]], group: int, kv_heads: int) ->
 @pytest.mark.parametrize(("block_size", "tokens"), [(5, 32), (16, 16), (32, 16)])
 def test_prefill_block_and_tile_sizes(block_size: int, tokens: int) -> None:
     checks.check_prefill([(50, 50), (19, 83)], 2, 2, 32, block_size, PrefillTile(16, tokens, 4, 2), CPU, F32)
+
+
+def test_prefill_leaves_whole_prompts_to_the_dense_kernel() -> None:
+    tile = PrefillTile(32, 16, 4, 2)
+    checks.check_prefill([(5, 5), (9, 9), (9, 20)], 2, 2, 16, 8, tile, CPU, F32, whole_from=9)
+
+
+@pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 8), (16, 8), (23, 5), (33, 16)])
+def test_gather_row(num_tokens: int, block_size: int) -> None:
+    checks.check_gather_row(num_tokens, 2, 16, block_size, CPU, F32)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (5, 48), (3, 3, 16), (7, 100), (2, 9, 32)])
