@@ -1,6 +1,5 @@
 """The contract of workers.executor.Executor, kept by RankExecutor on plain rank processes."""
 
-import contextlib
 import itertools
 import os
 import signal
@@ -8,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -133,7 +133,8 @@ def test_a_third_plan_in_flight_is_refused(workers: Workers) -> None:
     long = [worker.executor.step(worker.plan(range(128), tuple(range(16)))) for _ in range(2)]
     with pytest.raises(ValueError, match="at most 2 steps"):
         worker.executor.step(worker.plan(range(1), (0,)))
-    wait(long)
+    for future in long:
+        future.result(20)
 
 
 def test_digests_are_equal_for_equal_content_whatever_the_layout(workers: Workers) -> None:
@@ -350,8 +351,6 @@ def test_ranks_do_not_outlive_a_killed_rank_0() -> None:
         orphan = int(rank0.stdout.readline())
         watched = os.pidfd_open(orphan)
         rank0.kill()
-        with contextlib.closing(os.fdopen(watched)) as ended:
-            import select
-
-            readable, _, _ = select.select([ended], [], [], 10)
-        assert readable, "the child ends when rank 0 does"
+        ended = wait([watched], timeout=10)
+        os.close(watched)
+        assert ended, "the child ends when rank 0 does"

@@ -40,6 +40,8 @@ class Pair:
         try:
             while True:
                 message: Message = json.loads(self._channel.receive())
+                if not isinstance(message, dict):
+                    raise TypeError(f"a message must be an object, got {type(message).__name__}")
                 if "set" in message:
                     self.store.receive(message["set"], bytes.fromhex(message["value"]))
                 elif "error" in message:
