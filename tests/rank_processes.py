@@ -1,6 +1,8 @@
-"""Processes that play the ranks of a worker, kept for a whole test run: torch is imported once in each."""
+"""Processes that play the ranks of a worker, kept for a whole test run; torch is imported once, in a server that they
+are forked from."""
 
 import multiprocessing
+import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from torch import distributed
 from headrace.values import ParallelLayout
 from workers.parallel import RankContext, form
 
-REPLY_SECONDS = 60.0
+REPLY_SECONDS = 100.0
 
 
 class RankProcesses:
@@ -45,9 +47,10 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(size: int) -> Iterator[RankProcesses]:
-    spawn = multiprocessing.get_context("spawn")
-    ends = [spawn.Pipe() for _ in range(size)]
-    ranks = [spawn.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in ends]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.model_steps", __name__, "pytest"])
+    ends = [server.Pipe() for _ in range(size)]
+    ranks = [server.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in ends]
     with tempfile.TemporaryDirectory() as folder:
         for rank in ranks:
             rank.start()
@@ -71,3 +74,4 @@ def _serve(pipe: Connection) -> None:
             pipe.send(job(context, *args))
         except Exception as error:  # raised again where the test runs
             pipe.send(error)
+    os._exit(0)  # without torch's teardown, which takes seconds

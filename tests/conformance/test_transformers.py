@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.values import ParallelLayout
+from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import ENGINE, Steps, alone, random_ids
 from tests.rank_processes import RankProcesses, rank_processes
 from tests.tiny import VARIANTS, make_variant
 from workers.parallel import RankContext
-from workers.plan import RowWork
+from workers.plan import RowStart, RowWork
 
 pytestmark = pytest.mark.torch
 
@@ -111,6 +111,38 @@ def test_logits_are_those_of_transformers_in_every_layout(
     expected = theirs(folder, ids + answer["drawn"][:-1])
     close(answer["logits"], expected[[6, 36, *range(60, 67)]])
     assert answer["drawn"] == expected[60:].argmax(-1).tolist()
+
+
+def job_of_pipelined_rows(context: RankContext, folder: pathlib.Path, ids: list[int]) -> list[tuple[int, ...]]:
+    """Seeded rows that begin, end and take each other's places while tokens are still on their way to the first stage."""
+    steps = Steps.of(folder, context)
+    seeded = [SamplingParams(max_tokens=99, temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=s) for s in (1, 2)]
+    results = [steps.prompt(0, ids[:9], (1, 2), sampling=seeded[0])]
+    results += [steps.decode((0,), position, ((1, 2, 3),)) for position in range(9, 14)]
+    start = RowStart(1, tuple(ids), (), seeded[1])
+    results.append(
+        steps.plan(
+            RowWork(0, 14, 1, None), RowWork(1, 0, 20, tuple(ids[:20]), (5, 6, 7), 0), num_decodes=1, starts=(start,)
+        )
+    )
+    results.append(steps.plan(RowWork(1, 20, len(ids) - 20, tuple(ids[20:]), (8, 9)), ends=(0,)))
+    resumed = RowStart(0, tuple(ids[:9]), tuple(ids[9:12]), seeded[0])
+    again = RowWork(0, 0, 11, tuple(ids[:11]), (20, 21), 0)
+    results.append(steps.plan(RowWork(1, len(ids), 1, None, (10,)), again, num_decodes=1, starts=(resumed,)))
+    results.append(steps.plan(RowWork(0, 11, 1, None), RowWork(1, len(ids) + 1, 1, None), num_decodes=2))
+    steps.runner.settle()
+    return [result.token_ids for result in results if result is not None]
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(2, 1), ParallelLayout(1, 3), ParallelLayout(2, 2)], ids=str)
+def test_seeded_draws_are_the_same_in_every_layout(
+    folders: Folders, ranks: RankProcesses, layout: ParallelLayout
+) -> None:
+    folder, ids = folders("llama"), random_ids(32, seed=6)
+    expected = job_of_pipelined_rows(alone(), folder, ids)
+    assert len({tokens for tokens in expected if tokens}) > 5
+    answers = ranks.run(layout, job_of_pipelined_rows, folder, ids)
+    assert answers[layout.world_size - layout.tp] == expected
 
 
 def test_neighbours_leave_a_row_bit_exact(folders: Folders) -> None:
