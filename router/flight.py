@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from headrace.errors import HeadraceError, InternalError
@@ -121,7 +122,8 @@ class Flight:
         self.outcome = "cancelled"
         self.cached_tokens = 0
         self.first_token_at: float | None = None
-        self.num_counted = 0
+        self.waits_for_prefill = True
+        self.num_uncounted = 0
         self.ended_by_worker = False
         self._worker_timeline = Timeline()
         self._samples = [_Sample(open_text()) for _ in range(job.n)]
@@ -161,66 +163,62 @@ class Flight:
     def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:
         """The client's pieces of what the worker said: one for each sample that has something new."""
         if len(outputs) == 1:
-            return self._relay_sample(outputs[0].index, outputs)
+            return self._relay_one(outputs[0])
         by_sample: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             by_sample.setdefault(output.index, []).append(output)
-        return [piece for index, group in by_sample.items() for piece in self._relay_sample(index, group)]
+        return [piece for group in by_sample.values() for piece in self._relay_one(_merged(group))]
 
-    def _relay_sample(self, index: int, outputs: list[SequenceOutput]) -> list[Piece]:
-        last = outputs[-1]
-        if len(outputs) == 1:
-            token_ids, logprobs = last.token_ids, last.logprobs
-        else:
-            token_ids = tuple(token for output in outputs for token in output.token_ids)
-            logprobs = tuple(entry for output in outputs for entry in output.logprobs)
-        for output in outputs:
-            if output.usage is not None:
-                self.cached_tokens = output.usage.cached_tokens
-            if output.timeline is not None:
-                self._worker_timeline = output.timeline
-        if not 0 <= index < len(self._samples):
-            raise InternalError(f"the worker answered sample {index} of {len(self._samples)}", index=index)
-        sample = self._samples[index]
-        sample.num_generated += len(token_ids)
-        if sample.num_generated != last.num_generated:
+    def _relay_one(self, output: SequenceOutput) -> list[Piece]:
+        if output.usage is not None:
+            self.cached_tokens = output.usage.cached_tokens
+        if output.timeline is not None:
+            self._worker_timeline = output.timeline
+        sample = self._sample(output.index)
+        num_new = len(output.token_ids)
+        sample.num_generated += num_new
+        self.num_uncounted += num_new
+        if sample.num_generated != output.num_generated:
             raise InternalError(
-                f"the worker's tokens of sample {index} do not add up",
+                f"the worker's tokens of sample {output.index} do not add up",
                 counted=sample.num_generated,
-                reported=last.num_generated,
+                reported=output.num_generated,
             )
-        if last.finish is not None:
+        if output.finish is not None:
             self._num_open_on_worker -= 1
             self.ended_by_worker = not self._num_open_on_worker
+        elif sample.finish is None:
+            delta = sample.text.push(output.token_ids)
+            if not delta.stopped:
+                sample.num_tokens += num_new
+                return [Piece(output.index, delta.text, output.token_ids, output.logprobs)]
+            return [self._last_piece(sample, output, delta)]
         if sample.finish is not None:
             return []
-        return self._piece(index, sample, token_ids, logprobs, last.finish)
-
-    def _piece(
-        self,
-        index: int,
-        sample: _Sample,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        ending: FinishReason | None,
-    ) -> list[Piece]:
         # A token that ends the sample by its id is the client's, and counted, but it is not text.
-        delta = sample.text.push(token_ids[:-1] if ending is FinishReason.STOP else token_ids)
-        text = delta.text
+        ids = output.token_ids[:-1] if output.finish is FinishReason.STOP else output.token_ids
+        return [self._last_piece(sample, output, sample.text.push(ids))]
+
+    def _last_piece(self, sample: _Sample, output: SequenceOutput, delta: Delta) -> Piece:
+        """The sample's end: by a stop string in `delta`, else by the worker's finish."""
+        text, token_ids, logprobs = delta.text, output.token_ids, output.logprobs
         if delta.stopped:
             token_ids, logprobs = token_ids[: delta.num_consumed], logprobs[: delta.num_consumed]
             sample.finish = FinishReason.STOP.value
-        elif ending is not None:
+        else:
             tail = sample.text.flush()
             text += tail.text
-            sample.finish = FinishReason.STOP.value if tail.stopped else ending.value
+            sample.finish = FinishReason.STOP.value if tail.stopped or output.finish is None else output.finish.value
         sample.num_tokens += len(token_ids)
-        if sample.finish is None:
-            return [Piece(index, text, token_ids, logprobs)]
         self._num_open -= 1
         if self._num_open:
-            return [Piece(index, text, token_ids, logprobs, sample.finish)]
-        return [Piece(index, text, token_ids, logprobs, sample.finish, self.usage(), self.timeline())]
+            return Piece(output.index, text, token_ids, logprobs, sample.finish)
+        return Piece(output.index, text, token_ids, logprobs, sample.finish, self.usage(), self.timeline())
+
+    def _sample(self, index: int) -> _Sample:
+        if not 0 <= index < len(self._samples):
+            raise InternalError(f"the worker answered sample {index} of {len(self._samples)}", index=index)
+        return self._samples[index]
 
     def request(self, now: float, local_prefill_max_tokens: int) -> Request:
         """What is submitted for this attempt."""
@@ -237,3 +235,20 @@ class Flight:
             prefill=self.placed.prefill.target if self.placed is not None and self.placed.prefill else None,
             traceparent=job.traceparent,
         )
+
+
+def _merged(outputs: list[SequenceOutput]) -> SequenceOutput:
+    """Outputs of one sample that waited together, as the one that it might have been."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return SequenceOutput(
+        last.key,
+        last.index,
+        tuple(chain.from_iterable(output.token_ids for output in outputs)),
+        last.num_generated,
+        tuple(chain.from_iterable(output.logprobs for output in outputs)),
+        last.finish,
+        next((output.usage for output in outputs if output.usage is not None), None),
+        last.timeline,
+    )

@@ -228,6 +228,7 @@ class Requests:
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
         flight.placed = placed
+        flight.waits_for_prefill = True
         _PLACEMENTS.labels(placed.why.reason).inc()
         self._ledger.open(
             flight.key.request_id,
@@ -242,8 +243,9 @@ class Requests:
         self, flight: Flight, mailbox: Mailbox, said: list[SequenceOutput | PeerFailed | GivenUp]
     ) -> list[Piece]:
         """Follows what was said, in order; returns the client's pieces. Raises what ends the request."""
-        if isinstance(said[-1], SequenceOutput) and all(isinstance(one, SequenceOutput) for one in said):
-            return self._relay(flight, said)  # type: ignore[arg-type]
+        outputs = [one for one in said if isinstance(one, SequenceOutput)]
+        if len(outputs) == len(said):
+            return self._relay(flight, outputs)
         pieces: list[Piece] = []
         for one in said:
             match one:
@@ -259,16 +261,20 @@ class Requests:
         return pieces
 
     def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
+        if flight.waits_for_prefill:
+            self._note_first_token(flight)
+        pieces = flight.relay(outputs)
+        if flight.num_uncounted >= COUNT_EVERY_TOKENS:
+            self._ledger.grew(flight.key.request_id, flight.num_uncounted)
+            flight.num_uncounted = 0
+        return pieces
+
+    def _note_first_token(self, flight: Flight) -> None:
+        flight.waits_for_prefill = False
+        self._ledger.first_token(flight.key.request_id)
         if flight.first_token_at is None:
             flight.first_token_at = self._clock.now()
             _TTFT.observe(flight.first_token_at - flight.began)
-        self._ledger.first_token(flight.key.request_id)
-        before = flight.num_counted
-        pieces = flight.relay(outputs)
-        if flight.num_generated - before >= COUNT_EVERY_TOKENS:
-            flight.num_counted = flight.num_generated
-            self._ledger.grew(flight.key.request_id, flight.num_counted - before)
-        return pieces
 
     def _place_again(self, flight: Flight, mailbox: Mailbox, error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""

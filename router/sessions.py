@@ -112,7 +112,7 @@ class Session:
                 for output in message.outputs.outputs:
                     mailbox = self._listener(output.key)
                     if mailbox is not None:
-                        mailbox.feed(wire.output_from_pb(output))
+                        mailbox.feed(wire.output_from_pb(output, mailbox.key))
             case "load":
                 self.report = wire.report_from_pb(message.load)
                 reported()

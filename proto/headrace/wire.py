@@ -272,21 +272,22 @@ def output_to_pb(o: SequenceOutput) -> worker_pb2.SequenceOutput:
     return pb
 
 
-def output_from_pb(pb: worker_pb2.SequenceOutput) -> SequenceOutput:
-    usage = timeline = None
-    if pb.HasField("usage"):
-        usage = Usage(pb.usage.prompt_tokens, pb.num_generated, pb.usage.cached_tokens)
-    if pb.HasField("timeline"):
-        timeline = Timeline(**{name: getattr(pb.timeline, name) for name in _TIMELINE_FIELDS})
+def output_from_pb(pb: worker_pb2.SequenceOutput, key: RequestKey | None = None) -> SequenceOutput:
+    """`key` where the caller has it already. A router does this for every token: repeated fields are read by slices,
+    which costs a tenth of iterating over them."""
+    ids = pb.token_ids
+    finish = pb.finish
     return SequenceOutput(
-        key=key_from_pb(pb.key),
-        index=pb.index,
-        token_ids=tuple(pb.token_ids),
-        num_generated=pb.num_generated,
-        logprobs=tuple(map(logprobs_from_pb, pb.logprobs)),
-        finish=FinishReason(pb.finish) if pb.finish else None,
-        usage=usage,
-        timeline=timeline,
+        key_from_pb(pb.key) if key is None else key,
+        pb.index,
+        (ids[0],) if len(ids) == 1 else tuple(ids[:]),
+        pb.num_generated,
+        tuple(map(logprobs_from_pb, pb.logprobs[:])) if pb.logprobs else (),
+        FinishReason(finish) if finish else None,
+        Usage(pb.usage.prompt_tokens, pb.num_generated, pb.usage.cached_tokens) if pb.HasField("usage") else None,
+        Timeline(**{name: getattr(pb.timeline, name) for name in _TIMELINE_FIELDS})
+        if pb.HasField("timeline")
+        else None,
     )
 
 
