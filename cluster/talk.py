@@ -1,38 +1,20 @@
-"""A conversation with a router over gRPC, measured as the client sees it: text as it comes, then the whole answer."""
+"""An answer as the client of a router sees it: text as it comes, then the whole, measured; and how to show it."""
 
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
-import grpc
-import grpc.aio
-
+from headrace.client import AsyncClient, Part, Path
 from headrace.clock import Clock, SystemClock
-from headrace.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.v1 import inference_pb2, inference_pb2_grpc
+from headrace.errors import InternalError
 
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """Where a request went and how long it was where; durations in seconds. `prefill_worker` is empty when the decode
-    worker prefilled alone."""
-
-    router_queue_seconds: float = 0.0
-    worker_queue_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    transfer_exposed_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_worker: str = ""
-    prefill_worker: str = ""
-    blocks_moved: int = 0
-    bytes_moved: int = 0
-    num_preemptions: int = 0
-    attempts: int = 0
+__all__ = ["Answer", "AsyncClient", "Options", "Path", "measured", "summary", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished request. `ttft_seconds` and `seconds` are the client's own measure, from the send on."""
+    """A finished request of one sample. `ttft_seconds` and `seconds` are the client's own measure, from the send on."""
 
     text: str
     finish_reason: str
@@ -62,78 +44,30 @@ class Options:
     top_p: float | None = None
     seed: int | None = None
 
-    def sampling(self) -> inference_pb2.Sampling:
-        return inference_pb2.Sampling(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
-        )
+    def given(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
 
 
-class Talk:
-    """A channel to one router, for one model. An async context manager."""
-
-    def __init__(self, address: str, model: str, api_key: str | None = None, clock: Clock | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._address = address
-        self._model = model
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._clock = clock or SystemClock()
-
-    async def __aenter__(self) -> "Talk":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
-
-    def chat(self, messages: Sequence[Mapping[str, str]], options: Options) -> AsyncIterator[str | Answer]:
-        """The answer to `messages` in pieces, and as a whole at the end."""
-        request = inference_pb2.ChatRequest(
-            model=self._model, messages_json=json.dumps(list(messages)), sampling=options.sampling()
-        )
-        return self._measured(self._inference.Chat(request, metadata=self._metadata))
-
-    def generate(self, prompt: str, options: Options) -> AsyncIterator[str | Answer]:
-        """What follows `prompt`, in pieces, and as a whole at the end."""
-        request = inference_pb2.GenerateRequest(model=self._model, text=prompt, sampling=options.sampling())
-        return self._measured(self._inference.Generate(request, metadata=self._metadata))
-
-    async def _measured(
-        self, call: "grpc.aio.UnaryStreamCall[object, inference_pb2.GenerateResponse]"
-    ) -> AsyncIterator[str | Answer]:
-        sent = self._clock.now()
-        first: float | None = None
-        text, finish = "", ""
-        try:
-            async for piece in call:
-                if first is None and piece.token_ids:
-                    first = self._clock.now()
-                if piece.text:
-                    text += piece.text
-                    yield piece.text
-                finish = piece.finish_reason or finish
-                if piece.HasField("usage"):
-                    now = self._clock.now()
-                    yield _answer(piece, text, finish, (first or now) - sent, now - sent)
-        except grpc.aio.AioRpcError as error:
-            raise self._refused(error) from error
-        finally:
-            call.cancel()
-
-    def _refused(self, error: grpc.aio.AioRpcError) -> HeadraceError:
-        details = error.details() or error.code().name
-        match error.code():
-            case grpc.StatusCode.INVALID_ARGUMENT:
-                return InvalidRequest(details)
-            case grpc.StatusCode.UNAVAILABLE:
-                return Unavailable(f"{self._address}: {details}")
-            case code:
-                return HeadraceError(f"{code.name}: {details}")
-
-
-def _answer(piece: inference_pb2.GenerateResponse, text: str, finish: str, ttft: float, seconds: float) -> Answer:
-    path = Path(**{name: getattr(piece.timeline, name) for name in Path.__slots__})
-    usage = piece.usage
-    return Answer(text, finish, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, ttft, seconds, path)
+async def measured(parts: AsyncGenerator[Part, None], clock: Clock | None = None) -> AsyncIterator[str | Answer]:
+    """Each new piece of text, and the whole answer at the end. Leaving early cancels the request."""
+    clock = clock or SystemClock()
+    sent = clock.now()
+    first: float | None = None
+    text, finish = "", ""
+    async with aclosing(parts):
+        async for part in parts:
+            if first is None and part.token_ids:
+                first = clock.now()
+            if part.text:
+                text += part.text
+                yield part.text
+            finish = part.finish_reason or finish
+            if part.usage is not None and part.path is not None:
+                now, usage = clock.now(), part.usage
+                counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+                yield Answer(text, finish, *counts, (now if first is None else first) - sent, now - sent, part.path)
+                return
+    raise InternalError("the answer ended without its usage")
 
 
 def timeline(answer: Answer) -> list[tuple[str, str]]:

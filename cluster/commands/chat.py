@@ -7,7 +7,7 @@ import click
 
 from cluster.commands.generate import printed
 from cluster.commands.options import Target, target_options
-from cluster.talk import Options, Talk, summary
+from cluster.talk import AsyncClient, Options, measured, summary
 from headrace.errors import InvalidRequest
 
 
@@ -24,20 +24,20 @@ def command(target: Target, options: Options, system: str | None) -> None:
 
 async def _converse(target: Target, options: Options, system: str | None) -> None:
     messages = [{"role": "system", "content": system}] if system else []
-    async with target.talk() as talk:
+    async with target.client() as client:
         while question := await asyncio.to_thread(_ask):
             messages.append({"role": "user", "content": question})
-            answer = await _turn(talk, messages, options)
+            answer = await _turn(client, messages, options)
             if answer is None:
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})
 
 
-async def _turn(talk: Talk, messages: list[dict[str, str]], options: Options) -> str | None:
+async def _turn(client: AsyncClient, messages: list[dict[str, str]], options: Options) -> str | None:
     """The answer's text, or None when the router refused this turn: the conversation goes on without it."""
     try:
-        answer = await printed(talk.chat(messages, options))
+        answer = await printed(measured(client.chat(messages, **options.given())))
     except InvalidRequest as error:
         click.echo(f"refused: {error.message}", err=True)
         return None

@@ -20,13 +20,13 @@ from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
 from cluster.session import Session, SessionFolder
 from cluster.signals import Signals
-from cluster.talk import Answer, Options, Talk, timeline
+from cluster.talk import Answer, AsyncClient, Options, measured, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
 from headrace.errors import InternalError
 from workers import fetch
 
 MODEL = "smollm2-135m-instruct"
-QUESTIONS = ("What is the capital of France?", "And what is that city known for?")
+QUESTIONS = ("What is the capital of France?", "Name one famous tower there.")
 EXPECTED = "The capital of France is Paris."
 GREEDY = Options(max_tokens=48, temperature=0.0)
 
@@ -121,10 +121,10 @@ async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
 async def _ask(session: Session) -> list[Answer]:
     answers: list[Answer] = []
     messages: list[dict[str, str]] = []
-    async with Talk(session.grpc_address, session.model_name) as talk:
+    async with AsyncClient(session.grpc_address) as client:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
-            async for piece in talk.chat(messages, GREEDY):
+            async for piece in measured(client.chat(messages, **GREEDY.given())):
                 if isinstance(piece, Answer):
                     answers.append(piece)
                     messages.append({"role": "assistant", "content": piece.text})

@@ -9,7 +9,8 @@ from dataclasses import asdict
 import click
 
 from cluster.commands.options import Target, target_options
-from cluster.talk import Answer, Options, summary
+from cluster.talk import Answer, Options, measured, summary
+from headrace.errors import InternalError
 
 
 @click.command(name="generate")
@@ -21,8 +22,8 @@ def command(prompt: str, target: Target, options: Options, as_json: bool) -> Non
     text = sys.stdin.read() if prompt == "-" else prompt
 
     async def generate() -> Answer:
-        async with target.talk() as talk:
-            return await printed(talk.generate(text, options), quiet=as_json)
+        async with target.client() as client:
+            return await printed(measured(client.generate(text, **options.given())), quiet=as_json)
 
     answer = asyncio.run(generate())
     if as_json:
@@ -33,15 +34,13 @@ def command(prompt: str, target: Target, options: Options, as_json: bool) -> Non
 
 async def printed(pieces: AsyncIterator[str | Answer], *, quiet: bool = False) -> Answer:
     """Prints the pieces as they come; the whole answer."""
-    answer: Answer | None = None
     async for piece in pieces:
-        if isinstance(piece, Answer):
-            answer = piece
-        elif not quiet:
-            click.echo(piece, nl=False)
-            sys.stdout.flush()
-    if not quiet:
-        click.echo()
-    if answer is None:
-        raise click.ClickException("the answer ended without its usage")
-    return answer
+        match piece:
+            case Answer():
+                if not quiet:
+                    click.echo()
+                return piece
+            case str() if not quiet:
+                click.echo(piece, nl=False)
+                sys.stdout.flush()
+    raise InternalError("the answer ended without its usage")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from cluster.commands.status import read
-from cluster.talk import Options, Talk
+from cluster.talk import AsyncClient, Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,9 @@ class Target:
     model: str | None
     api_key: str | None
 
-    def talk(self) -> Talk:
-        if self.address is not None:
-            return Talk(self.address, self.model or "", self.api_key)
-        session = read(self.cluster)
-        return Talk(session.grpc_address, self.model or session.model_name, self.api_key)
+    def client(self) -> AsyncClient:
+        address = self.address or read(self.cluster).grpc_address
+        return AsyncClient(address, model=self.model, api_key=self.api_key)
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +30,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--cluster", help="The cluster's name; not needed when there is one.")
     @click.option("--address", help="A router's gRPC address, instead of a cluster that runs here.")
-    @click.option("--model", help="The model's name; needed with --address.")
+    @click.option("--model", help="The model's name; the one that is served, unless given.")
     @click.option("--api-key", envvar="HEADRACE_API_KEY", help="Or $HEADRACE_API_KEY.")
     @click.option("--max-tokens", type=click.IntRange(min=1))
     @click.option("--temperature", type=click.FloatRange(min=0))
@@ -50,8 +48,6 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         seed: int | None,
         **others: Any,
     ) -> Any:
-        if address is not None and model is None:
-            raise click.UsageError("--address needs --model")
         target = Target(cluster, address, model, api_key)
         return command(target=target, options=Options(max_tokens, temperature, top_p, seed), **others)
 

@@ -71,34 +71,32 @@ def _render(snapshot: Snapshot) -> RenderableType:
 
 
 def _workers(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("POOL", "WORKER", "ROLE", "LAYOUT", "STATE"):
+    """A line for each pool, and one for each of its workers. Blocks are counts; hand-offs those in and out."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("WORKER", "ROLE", "LAYOUT", "STATE"):
         table.add_column(column, no_wrap=True)
-    for column in ("RUN/WAIT", "KV USED", "CACHED", "PINNED", "IN/OUT"):
+    for column in ("RUN/WAIT", "USED", "CACHED", "PINNED", "BLOCKS", "IN/OUT"):
         table.add_column(column, no_wrap=True, justify="right")
     for pool in sorted({*snapshot.desired, *(worker.record.pool for worker in snapshot.workers)}):
         members = [worker for worker in snapshot.workers if worker.record.pool == pool]
         ready = sum(worker.record.phase == "ready" for worker in members)
-        name = f"{pool} {ready}/{snapshot.desired.get(pool, 0)}"
-        for cells in map(_cells, members):
-            table.add_row(name, *cells)
-            name = ""
-        if not members:
-            table.add_row(name)
+        table.add_row(f"[bold]{pool}[/] {ready}/{snapshot.desired.get(pool, 0)}")
+        for member in members:
+            table.add_row(*_cells(member))
     return table
 
 
 def _cells(worker: WorkerStatus) -> list[str]:
-    """Blocks as a share of the pool; hand-offs that came in and went out."""
     record, report = worker.record, worker.report
+    name = f"  {record.worker_id}.{record.generation}"
     state = f"[{COLORS.get(record.phase, 'white')}]{record.phase}[/]"
-    cells = [f"{record.worker_id}.{record.generation}", report.role if report else record.role, record.layout, state]
+    cells = [name, report.role if report else record.role, record.layout, state]
     if report is None:
         return cells
-    blocks = report.blocks
-    shares = [f"{100 * count / max(blocks.total, 1):.1f} %" for count in (blocks.active, blocks.cached, blocks.pinned)]
-    load = f"{report.load.num_running}/{report.load.num_waiting}"
-    return [*cells, load, *shares, f"{report.num_handoffs_in}/{report.num_handoffs_out}"]
+    load, blocks = report.load, report.blocks
+    counts = (blocks.active, blocks.cached, blocks.pinned, blocks.total)
+    handoffs = f"{report.num_handoffs_in}/{report.num_handoffs_out}"
+    return [*cells, f"{load.num_running}/{load.num_waiting}", *map(str, counts), handoffs]
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

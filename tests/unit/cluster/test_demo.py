@@ -6,7 +6,7 @@ from cluster.commands.demo import EXPECTED, check
 from cluster.talk import Answer, Path, timeline
 from headrace.errors import InternalError
 
-PATH = Path(decode_worker="decode-0", prefill_worker="prefill-0", blocks_moved=2, bytes_moved=2**20, attempts=1)
+PATH = Path(0.0, 0.001, 0.4, 0.002, 0.7, "decode-0", "prefill-0", 2, 2**20, 0, 1)
 FIRST = Answer(EXPECTED, "stop", 37, 8, 0, 0.5, 1.2, PATH)
 SECOND = Answer("Its towers.", "stop", 60, 4, 32, 0.4, 0.7, PATH)
 
