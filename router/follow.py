@@ -28,6 +28,7 @@ READ_COUNT = 256
 FROM_THE_START = b"0-0"
 
 _RESYNCS = Counter(metrics.INDEX_RESYNCS, "Times a worker's part of the index was read again.", ["reason"])
+_AWAY = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.")
 _BLOCKS = Gauge(metrics.INDEX_BLOCKS, "Blocks in the mirror of the index.", ["worker"])
 
 
@@ -73,9 +74,11 @@ class Follow:
             scanned_at = self._clock.now()
             try:
                 await self.scan()
+                _AWAY.set(0)
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
             except (Unavailable, ResponseError) as error:
+                _AWAY.set(1)
                 log.warning("the index is not followed just now: %s", error)
                 await asyncio.sleep(self._scan_seconds / 2)
 

@@ -3,15 +3,16 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import assert_never
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from headrace import metrics
 from headrace.blocks import BlockHasher
 from headrace.clock import Clock
-from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
-from headrace.values import PrefillTarget, RequestKey, SequenceOutput
+from headrace.errors import DeadlineExceeded, HeadraceError, InternalError, NoWorkers
+from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
 from router.admission import Admission, Admitted, Queued, Shed
 from router.flight import Explanation, Flight, Job, Piece, RequestTimeline, TextStream
 from router.health import Health
@@ -28,7 +29,8 @@ __all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
 NUM_EXPLANATIONS = 512
 COUNT_EVERY_TOKENS = 64
 
-_REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["outcome"])
+_REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["model", "outcome"])
+_READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
 _SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
 _PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
 _FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
@@ -78,6 +80,8 @@ class Requests:
         self._generations: dict[str, int] = {}
         self._next_number = 0
         sessions.listen(self._heard_of)
+        for role in Role:
+            _READY.labels(role.value).set_function(partial(self._num_ready, role))
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
@@ -91,8 +95,8 @@ class Requests:
                 for piece in self._react(flight, mailbox, await mailbox.take()):
                     yield piece
             self._succeed(flight)
-        except HeadraceError as error:
-            flight.outcome = error.type
+        except Exception as error:
+            flight.outcome = error.type if isinstance(error, HeadraceError) else InternalError.__name__
             raise
         finally:
             deadline.cancel()
@@ -119,6 +123,9 @@ class Requests:
     @property
     def num_queued(self) -> int:
         return len(self._admission)
+
+    def _num_ready(self, role: Role) -> int:
+        return sum(worker.role is role and not worker.draining for worker in self.view().workers)
 
     def _open(self, job: Job) -> tuple[Flight, Mailbox]:
         """Between processes a request has a name of this router's own: a client's id may come twice."""
@@ -339,7 +346,7 @@ class Requests:
         self._explanations[flight.job.request_id] = flight.explanation()
         if len(self._explanations) > NUM_EXPLANATIONS:
             del self._explanations[next(iter(self._explanations))]
-        _REQUESTS.labels(flight.outcome).inc()
+        _REQUESTS.labels(flight.job.model, flight.outcome).inc()
         self._call_next()
 
     def _heard_of(self, worker_id: str) -> None:

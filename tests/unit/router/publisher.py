@@ -42,7 +42,10 @@ class Publisher:
         await self._redis.delete(self._keys.lease(self.worker))
 
     async def store(self, numbers: Iterable[int]) -> EventBatch:
-        added = tuple(block(number) for number in numbers)
+        return await self.store_blocks(map(block, numbers))
+
+    async def store_blocks(self, blocks: Iterable[BlockId]) -> EventBatch:
+        added = tuple(blocks)
         self.held |= set(added)
         return await self._publish(Event(EventKind.STORED, added))
 

@@ -1,0 +1,82 @@
+"""The core as the process builds it: a worker found by its lease, its cache known from Redis, a request carried."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+from redis.asyncio import Redis
+
+from headrace import config, store
+from headrace.blocks import BlockHasher
+from headrace.keys import Keys
+from headrace.values import FinishReason, Load, Role, Usage
+from router.core import Core, running_core
+from tests.null_worker import NullWorker, worker_info
+from tests.unit.router.publisher import Publisher
+from tests.unit.router.stage import collect, job, open_text
+
+YAML = "name: core\nmodel: m\npools: {d: {role: decode}}\n"
+
+
+async def until(core: Core, condition: Callable[[], bool], ask: Callable[[], None] = lambda: None) -> None:
+    """Returns once the condition holds; looked at whenever a worker speaks, which `ask` may bring about."""
+    changed = asyncio.Event()
+    core.sessions.listen(lambda worker_id: changed.set())
+    while not condition():
+        ask()
+        await asyncio.wait_for(changed.wait(), 20)
+        changed.clear()
+
+
+async def until_live(core: Core, *workers: str) -> None:
+    await until(core, lambda: all(core.sessions.find(worker) is not None for worker in workers))
+
+
+async def test_without_redis_the_named_workers_serve() -> None:
+    async with (
+        NullWorker(auto=True) as worker,
+        running_core(config.parse(YAML), router_id="t", open_text=open_text, workers=[worker.address]) as core,
+    ):
+        await until_live(core, "null")
+        pieces = await collect(core.requests.stream(job(max_tokens=5)))
+        assert pieces[-1].usage == Usage(10, 5, 0)
+
+
+@pytest.mark.redis
+async def test_case_39_a_new_router_finds_the_workers_and_knows_their_caches(redis_url: str) -> None:
+    prefills = [NullWorker(worker_info(name, Role.PREFILL, block_size=16)) for name in ("p1", "p2")]
+    decode = NullWorker(worker_info("d", Role.DECODE, block_size=16))
+    redis = Redis.from_url(redis_url)
+    await redis.flushall()
+    async with prefills[0], prefills[1], decode, redis:
+        publishers = {}
+        for worker in (*prefills, decode):
+            name = worker.info.worker_id
+            publishers[name] = Publisher(redis, Keys("core"), name, address=worker.address)
+            await publishers[name].lease()
+        same = decode.info.compatibility
+        hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=16)
+        await publishers["p2"].store_blocks(hasher.chain(range(320)))
+        following = store.connect(redis_url, budget_seconds=1.0)
+        async with running_core(
+            config.parse(YAML),
+            router_id="t",
+            open_text=open_text,
+            store=following,
+            randomness=random.Random(2),
+        ) as core:
+            await until_live(core, "p1", "p2", "d")
+            await until(core, lambda: core.index.num_blocks("p2") == 20, lambda: decode.report(Load()))
+            task = asyncio.create_task(collect(core.requests.stream(job(prompt=330, max_tokens=1))))
+            request = await asyncio.wait_for(decode.submits.get(), 10)
+            assert request.prefill is not None
+            assert request.prefill.worker_id == "p2"
+            decode.emit(request.key, [65], num_generated=1, finish=FinishReason.LENGTH, usage=Usage(330, 1, 320))
+            (piece,) = await task
+            assert piece.usage == Usage(330, 1, 320)
+            explanation = core.requests.why("r")
+            assert explanation is not None
+            held = {c.worker_id: c.cached_tokens for c in explanation.whys[0].candidates}
+            assert held == {"p1": 0, "p2": 320, "d": 0}
+        await following.close()
