@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from typing import assert_never
 
@@ -248,26 +248,30 @@ class Requests:
 
     def _react(
         self, flight: Flight, mailbox: Mailbox, said: list[SequenceOutput | PeerFailed | GivenUp]
-    ) -> list[Piece]:
-        """Follows what was said, in order; returns the client's pieces. Raises what ends the request."""
-        outputs = [one for one in said if isinstance(one, SequenceOutput)]
-        if len(outputs) == len(said):
-            return self._relay(flight, outputs)
-        pieces: list[Piece] = []
+    ) -> Iterator[Piece]:
+        """Follows what was said, in order, and yields the client's pieces: tokens before the failure that came after
+        them. Raises what ends the request."""
+        outputs: list[SequenceOutput] = []
         for one in said:
+            if isinstance(one, SequenceOutput):
+                outputs.append(one)
+                continue
+            yield from self._relay(flight, outputs)
+            outputs = []
+            if flight.done:
+                return
             match one:
-                case SequenceOutput():
-                    pieces.extend(self._relay(flight, [one]))
                 case PeerFailed(worker_id=worker_id, error=error):
                     self._prefill_again(flight, mailbox, worker_id, error)
                 case GivenUp(error=error):
-                    if not flight.done:
-                        self._place_again(flight, mailbox, error)
+                    self._place_again(flight, mailbox, error)
                 case _:
                     assert_never(one)
-        return pieces
+        yield from self._relay(flight, outputs)
 
     def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
+        if not outputs:
+            return []
         if flight.waits_for_prefill:
             self._note_first_token(flight)
         pieces = flight.relay(outputs)

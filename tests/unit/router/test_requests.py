@@ -251,6 +251,24 @@ async def test_case_45_a_worker_lost_after_tokens_is_an_error_and_no_finish() ->
         assert on.requests.num_in_flight == 0
 
 
+async def test_tokens_that_came_before_a_failure_reach_the_client_before_it() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in on.requests.stream(job(max_tokens=50)):
+                pieces.append(piece)
+
+        task = asyncio.create_task(read())
+        request = await asyncio.wait_for(worker.submits.get(), 10)
+        worker.emit(request.key, ids("ab"), num_generated=2, usage=Usage(10))
+        worker.emit(request.key, ids("c"), num_generated=3)
+        worker.reject(request.key, InternalError("its step failed"))
+        with pytest.raises(InternalError):
+            await task
+        assert "".join(piece.text for piece in pieces) == "abc"
+
+
 async def test_a_full_worker_sends_the_request_on_to_another() -> None:
     first, second = NullWorker(worker_info("a")), NullWorker(worker_info("b"))
     async with first, second, stage(first, second) as on:
