@@ -198,6 +198,14 @@ async def test_a_router_may_refuse_a_worker_for_reasons_of_its_own() -> None:
             assert "another tokenizer" in await asyncio.wait_for(messages.get(), 10)
 
 
+async def test_a_worker_that_never_says_hello_is_given_up_in_bounded_time() -> None:
+    async with NullWorker() as worker, stage(silent_seconds=0.2) as on:
+        worker.muted = True
+        with logged("router.sessions") as messages:
+            on.sessions.seek([worker.address])
+            assert "no hello within 0.2 s" in await asyncio.wait_for(messages.get(), 10)
+
+
 async def test_an_address_where_nobody_listens_disturbs_no_one() -> None:
     async with NullWorker() as worker, stage(worker) as on:
         on.sessions.seek([worker.address, "127.0.0.1:1"])
