@@ -148,6 +148,14 @@ class Router:
             place=worker_pb2.Place(key=wire.key_to_pb(key), prefill=wire.prefill_to_pb(target) if target else None)
         )
 
+    async def ping(self) -> None:
+        """Returns when the worker has taken all that was sent before."""
+        nonce = len(self.pongs) + 1
+        self.send(ping=worker_pb2.Ping(nonce=nonce))
+        while nonce not in self.pongs:
+            self.reported.clear()
+            await self.reported.wait()
+
     async def report(self, condition: Callable[[Any], bool]) -> LoadReport:
         """The next report that meets the condition."""
         while True:

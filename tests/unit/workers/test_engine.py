@@ -1,0 +1,237 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from headrace.blocks import BlockHasher
+from headrace.clock import ManualClock
+from headrace.errors import WorkerLost
+from headrace.values import RequestKey, SequenceOutput
+from tests.unit.workers.memory import MemoryExecutor
+from tests.unit.workers.rig import BLOCK_SIZE, a_request
+from workers.blocks import BlockLedger
+from workers.engine import Engine, StepKind, StepWork
+from workers.plan import RowWork, StepPlan
+from workers.scheduler import ChunkDone, Scheduler, SchedulerLimits
+
+LIMITS = SchedulerLimits(max_num_seqs=4, max_step_tokens=8, max_context_tokens=128, max_waiting=16, pin_seconds=1.0)
+
+
+class Ear:
+    """Keeps what the engine says."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+        self.kinds: list[StepKind] = []
+        self.late: list[RequestKey] = []
+        self.unpinned: list[RequestKey] = []
+        self.chunks: list[ChunkDone] = []
+        self.heard = asyncio.Event()
+
+    def on_step(self, work: StepWork, seconds: float) -> None:
+        self.kinds.append(work.kind)
+        self.heard.set()
+
+    def on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            self.tokens.setdefault(output.key.request_id, []).extend(output.token_ids)
+            if output.finish is not None:
+                self.finished.add(output.key.request_id)
+
+    def on_chunk(self, chunk: ChunkDone) -> None:
+        self.chunks.append(chunk)
+
+    def on_deadline(self, key: RequestKey) -> None:
+        self.late.append(key)
+
+    def on_pin_ended(self, key: RequestKey) -> None:
+        self.unpinned.append(key)
+
+    async def until(self, num_finished: int) -> None:
+        while len(self.finished) < num_finished:
+            self.heard.clear()
+            await self.heard.wait()
+
+
+def an_engine(executor: MemoryExecutor, clock: ManualClock, *, overlap: bool = True) -> Engine:
+    def hasher(adapter: str, salt: str) -> BlockHasher:
+        return BlockHasher(revision="r", kv_format="f", block_size=BLOCK_SIZE)
+
+    scheduler = Scheduler(LIMITS, BlockLedger(executor.num_blocks, BLOCK_SIZE), hasher)
+    return Engine(scheduler, executor, clock, overlap=overlap)
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[Ear]:
+    ear = Ear()
+    task = asyncio.create_task(engine.run(ear))
+    try:
+        yield ear
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        engine.executor.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_every_request_is_answered(overlap: bool, clock: ManualClock) -> None:
+    engine = an_engine(MemoryExecutor(), clock, overlap=overlap)
+    async with running(engine) as ear:
+        for i in range(9):
+            engine.scheduler.submit(a_request(f"q{i}", length=3 + 4 * i, seed=i, max_tokens=5), clock.now())
+        engine.changed()
+        await ear.until(9)
+    assert {len(tokens) for tokens in ear.tokens.values()} == {5}
+
+
+async def test_the_overlapped_loop_answers_as_the_plain_one(clock: ManualClock) -> None:
+    answers = []
+    for overlap in (True, False):
+        engine = an_engine(MemoryExecutor(num_blocks=24), clock, overlap=overlap)
+        async with running(engine) as ear:
+            for i in range(6):
+                request = a_request(f"q{i}", length=5 + 3 * i, seed=i % 3, max_tokens=12, temperature=float(i % 2))
+                engine.scheduler.submit(request, clock.now())
+            engine.changed()
+            await ear.until(6)
+        answers.append(ear.tokens)
+    assert answers[0] == answers[1]
+
+
+async def test_one_step_ahead_and_no_further(clock: ManualClock) -> None:
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    launched: list[int] = []
+    step = executor.step
+
+    def counted(plan: StepPlan) -> object:
+        launched.append(plan.number)
+        return step(plan)
+
+    executor.step = counted  # type: ignore[method-assign, assignment]
+    engine = an_engine(executor, clock)
+    async with running(engine) as ear:
+        engine.scheduler.submit(a_request(max_tokens=20), clock.now())
+        engine.changed()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(launched) == 2
+        executor.go_steps.set()
+        await ear.until(1)
+
+
+async def test_an_idle_engine_plans_nothing_until_something_changes(clock: ManualClock) -> None:
+    engine = an_engine(MemoryExecutor(), clock)
+    schedule = engine.scheduler.schedule
+    num_asked = 0
+
+    def counted(now: float) -> StepPlan | None:
+        nonlocal num_asked
+        num_asked += 1
+        return schedule(now)
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    async with running(engine) as ear:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert num_asked == 1
+        engine.scheduler.submit(a_request(), clock.now())
+        engine.changed()
+        await ear.until(1)
+
+
+async def test_case_59_a_step_that_raises_ends_the_engine(clock: ManualClock) -> None:
+    executor = MemoryExecutor()
+    executor.step_error = RuntimeError("CUDA error")
+    engine = an_engine(executor, clock)
+    engine.scheduler.submit(a_request(), clock.now())
+    with pytest.raises(ExceptionGroup) as caught:
+        await engine.run(Ear())
+    assert caught.group_contains(WorkerLost, match="CUDA error")
+    executor.close()
+
+
+async def test_a_lost_rank_ends_an_idle_engine(clock: ManualClock) -> None:
+    executor = MemoryExecutor()
+    engine = an_engine(executor, clock)
+    running = asyncio.create_task(engine.run(Ear()))
+    await asyncio.sleep(0)
+    executor.die("rank 3 is gone")
+    with pytest.raises(ExceptionGroup) as caught:
+        await running
+    assert caught.group_contains(WorkerLost, match="rank 3")
+    executor.close()
+
+
+async def test_case_59_progress_is_measured_only_while_there_is_work(clock: ManualClock) -> None:
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    engine = an_engine(executor, clock)
+    async with running(engine) as ear:
+        clock.advance(100)
+        assert engine.seconds_since_progress() == 0
+        engine.scheduler.submit(a_request(max_tokens=3), clock.now())
+        engine.changed()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        clock.advance(7)
+        assert engine.seconds_since_progress() == 7
+        executor.go_steps.set()
+        await ear.until(1)
+        while engine.scheduler.has_work:
+            await engine.next_change()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        clock.advance(7)
+        assert engine.seconds_since_progress() == 0
+
+
+async def test_deadlines_pass_while_the_ranks_are_stuck(clock: ManualClock) -> None:
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    engine = an_engine(executor, clock)
+    async with running(engine) as ear:
+        engine.scheduler.submit(a_request("late", seconds_left=5.0), clock.now())
+        engine.changed()
+        clock.advance(6)
+        engine.expire(ear)
+        assert ear.late == [RequestKey("late")]
+        executor.go_steps.set()
+
+
+async def test_a_pin_that_nobody_renews_ends(clock: ManualClock) -> None:
+    engine = an_engine(MemoryExecutor(), clock)
+    async with running(engine) as ear:
+        engine.scheduler.ticket(a_request("t", length=9), 0, clock.now())
+        engine.changed()
+        while not (ear.chunks and ear.chunks[-1].last):
+            ear.heard.clear()
+            await ear.heard.wait()
+        assert engine.scheduler.counts().pinned == 3
+        clock.advance(LIMITS.pin_seconds)
+        engine.expire(ear)
+        assert ear.unpinned == [RequestKey("t")]
+        assert engine.scheduler.counts().pinned == 0
+
+
+async def test_the_fit_learns_from_steps_of_one_kind_after_warm_up(clock: ManualClock) -> None:
+    engine = an_engine(MemoryExecutor(), clock)
+    before = engine.cost
+    async with running(engine) as ear:
+        engine.scheduler.submit(a_request(max_tokens=60), clock.now())
+        engine.changed()
+        await ear.until(1)
+    after = engine.cost
+    assert after.decode_step_seconds(1, 30) < before.decode_step_seconds(1, 30) / 10
+    assert after.prefill_base_seconds == before.prefill_base_seconds, "two prefill steps are warm-up"
+
+
+def test_a_plans_work_is_counted_as_the_cost_model_counts_it() -> None:
+    decode = RowWork(0, 10, 1, None)
+    chunk = RowWork(1, 8, 4, (1, 2, 3, 4), num_samples=0)
+    assert StepWork.of(StepPlan(1, (decode,), 1)) == StepWork(StepKind.DECODE, 1, 0, 0, 0.0, 11)
+    assert StepWork.of(StepPlan(1, (chunk,), 0)) == StepWork(StepKind.PREFILL, 1, 1, 4, 10.0, 0)
+    assert StepWork.of(StepPlan(1, (decode, chunk), 1)) == StepWork(StepKind.MIXED, 2, 1, 4, 10.0, 11)
