@@ -1,5 +1,9 @@
 """Ops on a CUDA device: each operation's Triton kernel, with the tiles that were measured best on this card."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
 import torch
 import triton
 from torch import Tensor
@@ -17,14 +21,42 @@ MANY_UNITS = 512  # rows × KV heads
 DENSE_FROM_TOKENS = 512  # below, the gather and its launches cost more than the faster kernel saves
 
 
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """Neighbouring prefill rows of one length, each its whole context. Numbers count from the first prefill row."""
+
+    first_row: int
+    num_rows: int
+    first_token: int
+    num_tokens: int
+
+
+def whole_runs(lengths: Sequence[tuple[int, int]], least_tokens: int) -> list[WholeRun]:
+    """The longest runs of rows of `least_tokens` or more that are their whole context, in order."""
+    runs: list[WholeRun] = []
+    row = token = 0
+    for (tokens, context), rows in groupby(lengths):
+        num_rows = len(list(rows))
+        if tokens == context >= least_tokens:
+            runs.append(WholeRun(row, num_rows, token, num_rows * tokens))
+        row += num_rows
+        token += num_rows * tokens
+    return runs
+
+
 class CudaOps:
     """Owns the scratch of decode attention: one stream at a time may run its operations. Fixed addresses and fixed
     grids, nothing synchronised: all of it can be captured in a graph once it ran."""
 
     def __init__(
-        self, device: torch.device, tuning: Tuning | None = None, num_multiprocessors: int | None = None
+        self,
+        device: torch.device,
+        tuning: Tuning | None = None,
+        num_multiprocessors: int | None = None,
+        dense_from_tokens: int = DENSE_FROM_TOKENS,
     ) -> None:
         self._device = device
+        self._dense_from = dense_from_tokens
         self._tuning = tuning or tuning_of(device)
         self._multiprocessors = num_multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
@@ -57,17 +89,26 @@ class CudaOps:
         return out
 
     def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
-        _, num_heads, head_dim = q_THE.shape
+        num_tokens, num_heads, head_dim = q_THE.shape
         num_kv_heads, decodes = pool.shape[1], batch.num_decodes
         self._check(num_heads, num_kv_heads, head_dim, decodes)
+        runs = whole_runs(batch.prefill_lengths, self._dense_from)
+        tables = batch.block_tables_RB[decodes:]
+        if len(runs) == 1 and runs[0].num_tokens == num_tokens:
+            return dense_prefill(q_THE, pool, layer, tables, scale)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
             many = decodes * num_kv_heads >= MANY_UNITS
             tile = self._tuning.decode_many if many else self._tuning.decode
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
             paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
-        if decodes < batch.contexts_R.shape[0]:
-            self._prefill(q_THE, pool, layer, batch, scale, out)
+        for run in runs:
+            here = slice(decodes + run.first_token, decodes + run.first_token + run.num_tokens)
+            rows = tables[run.first_row : run.first_row + run.num_rows]
+            out[here] = dense_prefill(q_THE[here], pool, layer, rows, scale)
+        if sum(run.num_rows for run in runs) < batch.contexts_R.shape[0] - decodes:
+            dense_from = self._dense_from if runs else None
+            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, dense_from)
         return out
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
@@ -75,22 +116,6 @@ class CudaOps:
         if out.numel():
             silu_mul.silu_mul(x_T2F, out, self._tuning.silu)
         return out
-
-    def _prefill(
-        self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, out_THE: Tensor
-    ) -> None:
-        """Long whole prompts go through the dense kernel, all else through the paged one."""
-        first, start, paged = batch.num_decodes, batch.num_decodes, not batch.prefill_lengths
-        for row, (tokens, context) in enumerate(batch.prefill_lengths, first):
-            if tokens == context >= DENSE_FROM_TOKENS:
-                here = slice(start, start + tokens)
-                dense_prefill(q_THE[here], pool, layer, batch.block_tables_RB[row], scale, out_THE[here])
-            else:
-                paged = True
-            start += tokens
-        if paged:
-            dense_from = DENSE_FROM_TOKENS if batch.prefill_lengths else None
-            paged_prefill(q_THE, pool, layer, batch, scale, out_THE, first, self._tuning.prefill, dense_from)
 
     def _decode_scratch(self, tile: DecodeTile, num_kv_heads: int, head_dim: int) -> DecodeScratch:
         programs = self._multiprocessors * tile.programs_per_multiprocessor

@@ -1,9 +1,9 @@
 """Decode attention: one query token a row over its paged context.
 
-The tiles of all (row, KV head) units form one line, which the programs of a fixed grid share evenly, whatever the
-contexts are: the split of the KV is found on the device, so a captured graph serves every mix of rows. A unit that one
-program holds whole goes straight to the output. Of a unit that several hold, each leaves a partial result, and the one
-that arrives last merges them in their order on the line.
+The tiles of all (row, KV head) units form one line, of which each program of a fixed grid takes an equal share, whatever
+the contexts are: the split of the KV is found on the device, so a captured graph serves every mix of rows. A unit that
+one program holds whole goes straight to the output. Of a unit that several hold, each leaves a partial result, and the
+one that arrives last merges them in their order on the line.
 
 Shape suffixes as in kernels.ops; M rows of a query tile (G query heads of one KV head, padded to what the matrix unit
 takes), C tokens of a KV tile, I partial results merged at a time.
@@ -124,12 +124,20 @@ def _decode(
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     tiles_R = tl.cdiv(tl.load(CONTEXTS + rows, mask=rows < num_rows, other=0), C)
-    ends_R = tl.cumsum(tiles_R, 0) * K
-    total = tl.sum(tiles_R, 0) * K
-    # Shares differ by one tile at most; no more programs than have the least that pays.
-    programs = tl.maximum(tl.minimum(tl.num_programs(0), total // least_tiles), 1)
-    tile = _start_of(program, total, programs)
-    stop = _start_of(tl.minimum(program + 1, programs), total, programs)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles_R, 0) * K, tl.num_programs(0)), least_tiles)
+    # A program that meets two units pays for it as for a few tiles more. Where shares larger by less than that let every
+    # unit begin with a program of its own, units take whole shares of the line.
+    aligned = share + tl.where(num_rows * K <= tl.num_programs(0), 0, least_tiles + 1)
+    while tl.sum(tl.cdiv(tiles_R, aligned), 0) * K > tl.num_programs(0) and aligned <= share + least_tiles:
+        aligned += tl.maximum(aligned // 16, 1)
+    grain = 1
+    if aligned <= share + least_tiles:
+        share = aligned
+        grain = aligned
+    lengths_R = tl.cdiv(tiles_R, grain) * grain
+    ends_R = tl.cumsum(lengths_R, 0) * K
+    tile = program * share
+    stop = tl.minimum(tile + share, tl.sum(lengths_R, 0) * K)
     row = tl.sum((ends_R <= tile).to(tl.int32), 0)
     row_start = tl.max(tl.where(ends_R <= tile, ends_R, 0), 0)
 
@@ -142,8 +150,9 @@ def _decode(
             row += 1
             context = tl.load(CONTEXTS + row)
         unit_tiles = tl.cdiv(context, C)
-        head = (tile - row_start) // unit_tiles
-        unit_start = row_start + head * unit_tiles
+        unit_length = tl.cdiv(unit_tiles, grain) * grain
+        head = (tile - row_start) // unit_length
+        unit_start = row_start + head * unit_length
         first = tile - unit_start
         last = tl.minimum(stop - unit_start, unit_tiles)
 
@@ -188,8 +197,8 @@ def _decode(
             tl.store(STATISTICS + place * 2 * M + m, largest_M)
             tl.store(STATISTICS + place * 2 * M + M + m, weight_M)
             tl.debug_barrier()  # every thread's stores come before the one thread's arrival
-            first_program = _holder_of(unit_start, total, programs)
-            holders = _holder_of(unit_start + unit_tiles - 1, total, programs) - first_program + 1
+            first_program = unit_start // share
+            holders = (unit_start + unit_tiles - 1) // share - first_program + 1
             if tl.atomic_add(ARRIVED + row * K + head, 1, sem="acq_rel") == holders - 1:
                 _merge(
                     PARTIAL,
@@ -205,22 +214,10 @@ def _decode(
                 )
                 tl.store(ARRIVED + row * K + head, 0)
 
-        tile = unit_start + last
+        tile = unit_start + tl.where(last == unit_tiles, unit_length, last)
         if (last == unit_tiles) & (head == K - 1):
             row += 1
             row_start = tile
-
-
-@triton.jit
-def _start_of(program, total, programs):
-    """The first tile of a program's share."""
-    return (program.to(tl.int64) * total // programs).to(tl.int32)
-
-
-@triton.jit
-def _holder_of(tile, total, programs):
-    """Whose share a tile is in: the last program that starts at or before it."""
-    return (((tile + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
 
 
 @triton.jit

@@ -352,6 +352,7 @@ def main() -> int:
             (128, 1024, "b128_1k"),
             (32, 1024, "b32_1k"),
             (1, 32768, "b1_32k"),
+            (1, 29999, "b1_30k"),
             (1, 1024, "b1_1k"),
         ):
             bench.decode(num_rows, context, label)
@@ -363,6 +364,7 @@ def main() -> int:
             (2048, 16384, "2k_at_14k"),
         ):
             bench.prefill(num_tokens, context, label)
+        bench.prefill(1024, 1024, "1k_paged", known=False)
         bench.prefill(8192, 8192, "8k_paged", known=False)
         bench.elementwise()
         rows = bench.rows

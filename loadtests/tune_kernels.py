@@ -28,20 +28,20 @@ from loadtests import bench_kernels as bench
 DECODE = [
     DecodeTile(tokens, 1, 1, merged, warps, stages)
     for tokens, merged, warps, stages in (
-        (32, 16, 4, 5),
         (32, 16, 4, 6),
-        (32, 16, 4, 8),
         (32, 32, 4, 6),
-        (32, 8, 4, 6),
+        (32, 32, 4, 7),
         (32, 8, 2, 6),
-        (32, 8, 2, 8),
+        (32, 16, 2, 6),
         (64, 16, 4, 5),
-        (64, 8, 4, 5),
-        (64, 16, 4, 6),
+        (64, 32, 4, 5),
+        (64, 32, 4, 7),
+        (64, 16, 2, 5),
         (128, 16, 4, 3),
+        (128, 32, 4, 3),
     )
 ]
-GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4, 8)]
+GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4)]
 PREFILL = [
     PrefillTile(*sizes)
     for sizes in (
@@ -101,6 +101,8 @@ class Tuner:
             "b128_1k": bench.batch_of([(1, 1024)] * 128, self.device),
             "b32_1k": bench.batch_of([(1, 1024)] * 32, self.device),
             "b1_32k": bench.batch_of([(1, 32768)], self.device),
+            "b1_30k": bench.batch_of([(1, 29999)], self.device),
+            "b4_mixed": bench.ragged_batch([5000, 9001, 6500, 8200], self.device),
             "b1_1k": bench.batch_of([(1, 1024)], self.device),
             "mixed": bench.ragged_batch([100 + 37 * i % 1700 for i in range(128)], self.device),
         }
@@ -126,7 +128,7 @@ class Tuner:
             seconds = statistics.median(bench.seconds_of(layers, repeats=5)) / 8
             return tokens[name] * bench.KV_HEADS * bench.DIM * 4 / seconds / self.copy_rate
 
-        few: DecodeTile = self._best("decode", variants, fraction, ["b32_1k", "b1_32k", "b1_1k"], {"b1_1k": 0.3})
+        few: DecodeTile = self._best("decode", variants, fraction, list(shapes)[1:-1], {"b1_1k": 0.3})
         many: DecodeTile = self._best("decode_many", variants, fraction, ["b128_1k", "mixed"])
         return few, many
 

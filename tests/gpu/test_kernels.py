@@ -74,6 +74,14 @@ def test_stale_blocks_are_counted() -> None:
     checks.check_stale(5000, 3000, 1700, CUDA)
 
 
+def test_a_mixed_step_takes_the_dense_path_row_by_row() -> None:
+    checks.check_mixed_step(CUDA, torch.bfloat16, dense_from=9)
+
+
+def test_gather_rows() -> None:
+    checks.check_gather_rows(3, 77, 8, 128, 32, CUDA, torch.bfloat16)
+
+
 def test_an_operation_stops_the_host_for_nothing() -> None:
     """Attention of a mixed batch and all the rest, with synchronisation an error, then captured and replayed."""
     from kernels.cuda import CudaOps

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import dense_prefill, norm, paged_decode, paged_prefill, pull_blocks, rope_store, silu_mul
+from kernels.cuda import CudaOps
 from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps, gather_context
 from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
@@ -97,17 +98,42 @@ def check_prefill(
             assert_near(out[tokens], expected[tokens])
 
 
-def check_gather_row(
-    num_tokens: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device, dtype: torch.dtype
+def check_gather_rows(
+    num_rows: int,
+    num_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
-    num_blocks = -(-num_tokens // block_size) + 3
-    batch = paged_batch([(num_tokens, num_tokens)], block_size, num_blocks, generator)
+    num_blocks = num_rows * -(-num_tokens // block_size) + 3
+    batch = paged_batch([(num_tokens, num_tokens)] * num_rows, block_size, num_blocks, generator)
     pool = filled_pool((num_blocks, kv_heads, 3, 2, block_size, head_dim), 1, batch, generator).to(device, dtype)
-    row = on(batch, device).block_tables_RB[0]
-    expected = gather_context(pool, 1, row, num_tokens)
-    for got, wanted in zip(dense_prefill.gather_row(pool, 1, row, num_tokens), expected, strict=True):
-        assert torch.equal(got.float(), wanted)
+    tables = on(batch, device).block_tables_RB
+    keys, values = dense_prefill.gather_rows(pool, 1, tables, num_tokens)
+    for row in range(num_rows):
+        for got, wanted in zip((keys, values), gather_context(pool, 1, tables[row], num_tokens), strict=True):
+            assert torch.equal(got[row].float(), wanted)
+
+
+def check_mixed_step(device: torch.device, dtype: torch.dtype, dense_from: int) -> None:
+    """Decodes, whole prompts and chunks in one step, through CudaOps; then one whole prompt alone."""
+    generator = torch.Generator().manual_seed(dense_from)
+    long = dense_from
+    for rows in (
+        [(1, 20), (1, 3), (long, long), (long, long), (5, 5), (long, long + 7), (long + 1, long + 1)],
+        [(long, long), (long, long)],
+        [(1, 4), (3, 7)],
+    ):
+        num_blocks = sum(-(-context // 16) for _, context in rows) + 1
+        batch = paged_batch(rows, 16, num_blocks, generator)
+        pool = filled_pool((num_blocks, 2, 2, 2, 16, 16), 1, batch, generator).to(device, dtype)
+        batch = dataclasses.replace(on(batch, device), prefill_lengths=tuple(rows[batch.num_decodes :]))
+        q = torch.randn(sum(tokens for tokens, _ in rows), 6, 16, generator=generator).to(device, dtype)
+        ops = CudaOps(device, num_multiprocessors=3, dense_from_tokens=dense_from)
+        assert_near(ops.attention(q, pool, 1, batch, 0.2), REFERENCE.attention(q, pool, 1, batch, 0.2))
 
 
 def check_norms(shape: tuple[int, ...], tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.cuda import WholeRun, whole_runs
 from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
 from tests.unit.kernels import checks
 
@@ -68,9 +69,19 @@ def test_prefill_leaves_whole_prompts_to_the_dense_kernel() -> None:
     checks.check_prefill([(5, 5), (9, 9), (9, 20)], 2, 2, 16, 8, tile, CPU, F32, whole_from=9)
 
 
-@pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 8), (16, 8), (23, 5), (33, 16)])
-def test_gather_row(num_tokens: int, block_size: int) -> None:
-    checks.check_gather_row(num_tokens, 2, 16, block_size, CPU, F32)
+@pytest.mark.parametrize(("num_rows", "num_tokens", "block_size"), [(1, 1, 8), (3, 16, 8), (2, 23, 5), (1, 33, 16)])
+def test_gather_rows(num_rows: int, num_tokens: int, block_size: int) -> None:
+    checks.check_gather_rows(num_rows, num_tokens, 2, 16, block_size, CPU, F32)
+
+
+def test_a_mixed_step_takes_the_dense_path_row_by_row() -> None:
+    checks.check_mixed_step(CPU, F32, dense_from=9)
+
+
+def test_whole_prompts_of_one_length_go_together() -> None:
+    lengths = [(3, 3), (8, 8), (8, 8), (8, 20), (9, 9), (8, 8)]
+    assert whole_runs(lengths, 8) == [WholeRun(1, 2, 3, 16), WholeRun(4, 1, 27, 9), WholeRun(5, 1, 36, 8)]
+    assert whole_runs((), 8) == []
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (5, 48), (3, 3, 16), (7, 100), (2, 9, 32)])
