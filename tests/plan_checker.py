@@ -44,7 +44,7 @@ class FakeModel:
         cell = EMPTY
         for token in request.prompt_token_ids:
             cell = self.cell(cell, token)
-        sampling, tokens = request.sampling, []
+        sampling, tokens = request.sampling, list[int]()
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
         while True:
             token = self.draw(cell, sampling, index, len(tokens))

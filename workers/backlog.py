@@ -5,7 +5,7 @@ Entries are requests that have not started: prompts to compute, and expected han
 
 from bisect import insort
 from collections.abc import Iterator
-from itertools import islice
+from itertools import takewhile
 
 from workers.sequence import Kind, RequestState
 
@@ -42,20 +42,24 @@ class Backlog:
         if state in self._starving:
             self._starving.remove(state)
 
-    def candidates(self) -> list[RequestState]:
-        """Prompts that may be tried now, best first: the starving, then no more than could pass."""
-        prompts = (state for state in self._waiting if state.kind is not Kind.EXPECTED)
-        first = [state for state in self._starving if state.kind is not Kind.EXPECTED]
-        return first + [state for state in islice(prompts, self._max_bypass + 1) if state not in first]
+    def candidates(self) -> Iterator[RequestState]:
+        """Prompts in the order in which they are to be tried: the starving first."""
+        starving = [state for state in self._starving if state.kind is not Kind.EXPECTED]
+        yield from starving
+        for state in tuple(self._waiting):
+            if state.kind is not Kind.EXPECTED and state not in starving:
+                yield state
 
     def may_start(self, state: RequestState) -> bool:
-        """Whether it would pass nobody who is starving."""
-        for starving in self._starving:
-            if starving is state:
-                return True
-            if not starving.pin_blocked or state.kind is Kind.TICKET:
-                return False
-        return True
+        """Whether it would pass nobody who is starving. Whoever waits for pins holds up tickets alone: may_pin()."""
+        return all(starving.pin_blocked for starving in self._starving_before(state))
+
+    def may_pin(self, ticket: RequestState) -> bool:
+        """Whether it would pass no ticket that is starving for pins."""
+        return not any(starving.pin_blocked for starving in self._starving_before(ticket))
+
+    def _starving_before(self, state: RequestState) -> Iterator[RequestState]:
+        return takewhile(lambda starving: starving is not state, self._starving)
 
     def started(self, state: RequestState) -> None:
         """Takes it out, and counts the bypass."""

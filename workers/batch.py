@@ -150,7 +150,7 @@ class Batch:
         for seq in tuple(self.arrived):
             if not self._free_rows or self._budget == 0:
                 break
-            if not self._fill(seq):
+            if seq.stage is not Stage.ARRIVED or not self._fill(seq):
                 continue
             self.arrived.remove(seq)
             self._take_row(seq)

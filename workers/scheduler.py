@@ -422,22 +422,33 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         """New prompts, by bounded bypass: who does not fit is passed by those behind it, but only so often."""
         batch, backlog = self._batch, self._backlog
+        tries = pin_tries = self.limits.max_bypass + 1
         for state in backlog.candidates():
-            if not batch.num_free_rows or (batch.prefill_room <= 0 and batch.short_room <= 0):
+            if not batch.num_free_rows or tries == 0 or max(batch.prefill_room, batch.short_room) <= 0:
                 return
-            trunk = state.trunk
-            state.pin_blocked = state.kind is Kind.TICKET and not self._may_pin(state)
-            if state.pin_blocked or not backlog.may_start(state) or batch.rows_needed(trunk) > batch.num_free_rows:
-                continue
-            match batch.fit(trunk):
-                case Fit() as fit:
-                    uncached = trunk.num_tokens - len(fit.hits) * self.ledger.block_size
-                    if batch.prefill_room <= 0 and uncached > batch.short_room:
-                        continue
-                    batch.start(trunk, fit, now)
-                    backlog.started(state)
-                    if state.kind is Kind.TICKET:
-                        self._running_tickets[state] = num_blocks_for(trunk.num_prompt, self.ledger.block_size)
+            if state.kind is Kind.TICKET:
+                state.pin_blocked = pin_tries == 0 or not backlog.may_pin(state) or not self._may_pin(state)
+                if state.pin_blocked:
+                    pin_tries = max(pin_tries - 1, 0)
+                    continue
+            tries -= not self._try_to_start(state, now)
+
+    def _try_to_start(self, state: RequestState, now: float) -> bool:
+        batch, trunk = self._batch, state.trunk
+        if not self._backlog.may_start(state) or batch.rows_needed(trunk) > batch.num_free_rows:
+            return False
+        match batch.fit(trunk):
+            case Fit() as fit:
+                num_tokens = trunk.num_tokens - len(fit.hits) * self.ledger.block_size
+                if batch.prefill_room <= 0 and num_tokens > batch.short_room:
+                    return False
+                batch.start(trunk, fit, now)
+                self._backlog.started(state)
+                if state.kind is Kind.TICKET:
+                    self._running_tickets[state] = num_blocks_for(trunk.num_prompt, self.ledger.block_size)
+                return True
+            case _:
+                return False
 
     def _may_pin(self, ticket: RequestState) -> bool:
         """Whether the blocks of tickets, running and pinned, stay within their bounds with this one. The first always

@@ -1,7 +1,9 @@
 """The scheduler against an executor that believes nothing (tests.plan_checker): same answers, nothing lost."""
 
+from typing import Any
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, Overloaded
@@ -23,13 +25,13 @@ def request(
     first: int = 1,
     priority: int = 0,
     seconds_left: float | None = None,
-    **sampling: object,
+    **sampling: Any,
 ) -> Request:
     """Prompts with different `first` tokens share nothing."""
     return Request(
         RequestKey(name),
         (first, *(1 + at % 30 for at in range(1, num_prompt))),
-        SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+        SamplingParams(max_tokens=max_tokens, **sampling),
         n=n,
         priority=priority,
         seconds_left=seconds_left,
@@ -66,6 +68,7 @@ def read(prefill: CheckedWorker, decode: CheckedWorker, key: RequestKey, theirs:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
+@example(seed=1208, overlap=True).via("an arrival that preempts one behind it in the same pass")
 def test_whatever_happens_every_answer_is_the_models_and_every_block_comes_back(seed: int, overlap: bool) -> None:
     """Random prompts, hand-offs, reads, failures, cancels, deadlines, preemptions, cache resets on two small workers."""
     world = World(seed, overlap=overlap)
@@ -276,6 +279,28 @@ def test_preemption_takes_the_youngest_and_it_comes_back_before_new_prompts() ->
     worker.check_empty()
 
 
+def test_one_preemption_at_a_time_while_its_blocks_are_on_their_way() -> None:
+    """One step ahead, a victim's blocks are free only after its step: whoever needs them waits, and takes no second."""
+    worker = CheckedWorker(NO_EOS, num_blocks=12, max_num_seqs=4, max_step_tokens=64)
+    asked = [request(name, 13, max_tokens=9, first=at) for at, name in enumerate("abc", 1)]
+    for each in asked:
+        worker.scheduler.submit(each, 0.0)
+    worker.run()
+    assert worker.scheduler.num_preemptions == 1
+    for each in asked:
+        worker.check_answer(each)
+
+
+def test_a_sequence_that_would_free_nothing_is_not_preempted() -> None:
+    """Samples of one prompt share its blocks; the youngest holds none of its own when the oldest needs one."""
+    worker = CheckedWorker(NO_EOS, num_blocks=3, max_num_seqs=2, overlap=False)
+    asked = request("a", 8, max_tokens=4, n=2)
+    worker.scheduler.submit(asked, 0.0)
+    worker.run()
+    worker.check_answer(asked)
+    worker.check_empty()
+
+
 def test_higher_priority_starts_first_and_is_preempted_last() -> None:
     worker = CheckedWorker(NO_EOS, max_num_seqs=1)
     worker.scheduler.submit(request("low", first=1), 0.0)
@@ -389,9 +414,15 @@ def test_bad_requests_are_refused_by_name() -> None:
     ],
 )
 def test_impossible_limits_are_refused_by_name(name: str, value: float) -> None:
-    limits = {"max_num_seqs": 1, "max_step_tokens": 1, "max_context_tokens": 9, "max_waiting": 1, "pin_seconds": 1.0}
+    limits: dict[str, Any] = {
+        "max_num_seqs": 1,
+        "max_step_tokens": 1,
+        "max_context_tokens": 9,
+        "max_waiting": 1,
+        "pin_seconds": 1.0,
+    }
     with pytest.raises(ConfigError, match=name):
-        SchedulerLimits(**limits | {name: value})  # type: ignore[arg-type]
+        SchedulerLimits(**limits | {name: value})
 
 
 # -- hand-offs
@@ -462,7 +493,7 @@ def test_case_21_a_handed_over_first_token_that_is_the_last_pulls_nothing() -> N
 @pytest.mark.parametrize(
     "sampling", [{}, {"min_tokens": 3}, {"ignore_eos": True}, {"stop_token_ids": tuple(range(1, 20))}]
 )
-def test_case_23_the_stop_rule_holds_for_a_first_token_that_arrives(sampling: dict[str, object]) -> None:
+def test_case_23_the_stop_rule_holds_for_a_first_token_that_arrives(sampling: dict[str, Any]) -> None:
     model = FakeModel(eos_token_ids=frozenset(range(16)))
     for number in range(8):
         prefill, decode, alone = CheckedWorker(model), CheckedWorker(model), CheckedWorker(model)
@@ -685,6 +716,21 @@ def test_case_16_what_waits_to_be_read_is_bounded_and_others_go_on() -> None:
     worker.scheduler.release(RequestKey("a"), 0.0)
     chunks = [chunk for events in worker.run() for chunk in events.chunks]
     assert [chunk.key.request_id for chunk in chunks if chunk.last] == ["c"]
+
+
+def test_a_ticket_that_starves_for_pins_holds_up_tickets_alone() -> None:
+    worker = CheckedWorker(NO_EOS, num_blocks=20, max_pinned_fraction=0.5, max_bypass=1)
+    prefilled(worker, request("pinned", 24))
+    worker.scheduler.ticket(request("large", 30, first=2), 0, 0.0)
+    worker.scheduler.ticket(request("small", 8, first=3), 0, 0.0)
+    worker.scheduler.ticket(request("late", 8, first=4), 0, 0.0)
+    locals_ = [request(f"local{number}", 8, first=10 + number) for number in range(3)]
+    for each in locals_:
+        worker.scheduler.submit(each, 0.0)
+    chunks = [chunk.key.request_id for events in worker.run() for chunk in events.chunks if chunk.last]
+    assert chunks == ["small"], "one passed the large ticket, then it is the next"
+    for each in locals_:
+        worker.check_answer(each)
 
 
 def test_the_tickets_of_a_slow_puller_let_those_of_others_pass() -> None:
