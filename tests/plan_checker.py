@@ -100,9 +100,10 @@ class PlanChecker:
         self.num_tokens += plan.num_tokens
         for row in plan.ends:
             del self.rows[row]
-        for block, epoch in plan.fresh:
+        assert len(set(plan.fresh)) == len(plan.fresh)
+        for block, epoch in dict(plan.fresh).items():
             assert epoch > self.epochs[block] or (block, epoch) in self.pulled, f"the epoch of block {block} grows"
-            self.epochs[block] = max(epoch, self.epochs[block])
+            self.epochs[block] = epoch
         self.pulled.clear()
         for source, target in plan.copies:
             self.cells[target] = list(self.cells[source])

@@ -73,8 +73,7 @@ class Batch:
         self._flights: deque[_Flight] = deque()
         self._leaving: dict[Sequence, None] = {}
         self._ends: list[int] = []
-        self._copies: list[tuple[int, int]] = []
-        self._guards: list[Holding] = []
+        self._copies: dict[Sequence, tuple[int, int, Holding]] = {}
         # the plan being made
         self._number = 0
         self._budget = 0
@@ -229,7 +228,8 @@ class Batch:
         if not self._work:
             return None
         self._number += 1
-        flight = _Flight(self._number, self._sequences, self._work, self._num_decodes, self._guards)
+        guards = [guard for _, _, guard in self._copies.values()]
+        flight = _Flight(self._number, self._sequences, self._work, self._num_decodes, guards)
         self._flights.append(flight)
         plan = StepPlan(
             self._number,
@@ -238,11 +238,10 @@ class Batch:
             tuple(self._starts),
             tuple(self._ends),
             self.ledger.drain_fresh(),
-            tuple(self._copies),
+            tuple((source, target) for source, target, _ in self._copies.values()),
         )
         self._ends = []
-        self._copies = []
-        self._guards = []
+        self._copies = {}
         return plan
 
     def break_deadlock(self) -> bool:
@@ -395,6 +394,9 @@ class Batch:
             seq.row_started = False
         if seq.stage is Stage.PINNED:
             return
+        if seq in self._copies:
+            _, _, guard = self._copies.pop(seq)
+            self.ledger.close(guard)
         self.ledger.close(held(seq))
         seq.holding = None
         seq.rewind()
@@ -564,11 +566,10 @@ class Batch:
         if partial:
             source = trunk.blocks[num_full]
             (target,) = ledger.allocate(holding, 1)
-            self._copies.append((source, target))
             guard = ledger.open(("copy", sample.key, sample.index))
             ledger.share(guard, (source, target))
             ledger.quarantine(guard)
-            self._guards.append(guard)
+            self._copies[sample] = (source, target, guard)
         sample.num_computed = sample.num_scheduled = trunk.num_prompt
         sample.set_published(num_full)
         return True

@@ -521,6 +521,19 @@ class Scheduler:
                         pass
         return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
 
+    def num_filled_positions(self) -> int:
+        """Positions in held blocks whose KV is there, or is being written: what the blocks are held for. A sequence that
+        has ended and not yet given its blocks back fills none of them."""
+        size = self.ledger.block_size
+        filled = 0
+        for state in self._requests.values():
+            for sample in state.samples:
+                if sample.stage is Stage.WAITING:
+                    filled += min(len(sample.blocks) * size, sample.num_prompt)
+                elif sample.stage is not Stage.ENDED:
+                    filled += sample.num_scheduled
+        return filled
+
     @property
     def num_preemptions(self) -> int:
         """Since the start."""

@@ -68,6 +68,7 @@ def read(prefill: CheckedWorker, decode: CheckedWorker, key: RequestKey, theirs:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
+@example(seed=5212, overlap=False).via("a sample that ends before the plan that makes its copy")
 @example(seed=1208, overlap=True).via("an arrival that preempts one behind it in the same pass")
 def test_whatever_happens_every_answer_is_the_models_and_every_block_comes_back(seed: int, overlap: bool) -> None:
     """Random prompts, hand-offs, reads, failures, cancels, deadlines, preemptions, cache resets on two small workers."""
@@ -522,7 +523,7 @@ def test_case_24_samples_that_end_with_their_first_token_are_not_forked() -> Non
     assert [o.usage for o in outputs] == [Usage(6, 1, 4), None, None]
     assert decode.scheduler.load().num_running == 1
     decode.scheduler.cancel(asked.key, 0.0)
-    assert len(decode.ledger.holdings()) == 1, "the copy that the next plan makes still guards its two blocks"
+    decode.check_empty()
 
 
 def test_case_25_first_tokens_keep_their_logprobs() -> None:
