@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
+GPU_PYTHON ?= python3
 PY := $(if $(HEADRACE_VENV),$(HEADRACE_VENV),.venv)/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto$(if $(PYTHONPATH),:$(PYTHONPATH))
 export RAY_AUTH_MODE ?= disabled
@@ -37,4 +38,11 @@ model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint fol
 demo: setup model  ## one command: a real model through prefill and decode workers on this machine (KEEP=1 leaves it serving)
 	$(PY)/headrace demo $(if $(KEEP),--keep)
 
-.PHONY: help setup protocol lint unit check test model demo
+gpu-test:  ## the kernels on a CUDA device, with the host's own Python
+	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
+
+bench-kernels:  ## each kernel against the card's own limits; the pull too where there are two devices
+	$(GPU_PYTHON) -m loadtests.bench_kernels
+	@if [ "$$(nvidia-smi -L | wc -l)" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_kernels --pull; fi
+
+.PHONY: gpu-test bench-kernels help setup protocol lint unit check test model demo
