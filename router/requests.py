@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from headrace import metrics
 from headrace.blocks import BlockHasher
 from headrace.clock import Clock
-from headrace.errors import DeadlineExceeded, HeadraceError, InternalError, NoWorkers
+from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
 from router.admission import Admission, Admitted, Queued, Shed
 from router.flight import Explanation, Flight, Job, Piece, RequestTimeline, TextStream
@@ -194,13 +194,21 @@ class Requests:
     def _submit(self, flight: Flight, mailbox: Mailbox) -> None:
         match self._place(flight):
             case NoCapacity(reason=reason):
-                raise flight.first_error or NoWorkers(f"nobody can serve the request: {reason}", reason=reason)
+                raise flight.first_error or self._nobody(flight.job, reason)
             case Placed() as placed:
                 session = self._sessions.find(placed.decode.worker_id)
                 assert session is not None, "the view holds live workers only"
                 self._note_placed(flight, placed)
                 request = flight.request(self._clock.now(), self._local_prefill_max_tokens)
                 session.submit(request, mailbox)
+
+    def _nobody(self, job: Job, reason: str) -> HeadraceError:
+        if reason != "context":
+            return NoWorkers(f"nobody can serve the request: {reason}", reason=reason)
+        limit = max(w.info.capacity.max_context_tokens for w in self.view().workers if w.role.decodes)
+        actual = len(job.prompt_token_ids) + job.sampling.max_tokens
+        message = f"prompt and max_tokens must be at most {limit} tokens together, got {actual}"
+        return ContextLengthExceeded(message, field="max_tokens", limit=limit, actual=actual)
 
     def _place(self, flight: Flight, decode: str | None = None) -> Placement:
         view = self.view()

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.blocks import BlockHasher
 from headrace.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -170,6 +171,18 @@ async def test_nobody_to_serve_is_a_503_with_a_time_to_come_back() -> None:
         with pytest.raises(NoWorkers) as caught:
             await collect(on.requests.stream(job()))
         assert caught.value.retry_after_seconds == 2.0
+
+
+async def test_case_28_what_no_worker_has_the_context_for_is_refused_with_limit_and_count() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await collect(on.requests.stream(job(prompt=10, max_tokens=65536 - 9)))
+        assert caught.value.numbers["limit"] == "65536"
+        assert caught.value.numbers["actual"] == "65537"
+        assert worker.submits.empty()
+        task, _ = await begin(on, worker, max_tokens=65536 - 10)
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def test_a_pair_prefills_on_the_one_and_decodes_on_the_other() -> None:

@@ -1,0 +1,174 @@
+"""The router's core before real workers, `python -m workers`, 1 prefill + 1 decode, that it finds through Redis."""
+
+import asyncio
+import pathlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+
+from headrace import config, store
+from headrace.errors import WorkerLost
+from headrace.v1 import control_pb2
+from headrace.values import SamplingParams
+from router.core import Core, running_core
+from router.flight import Job, Piece
+from router.placement import Candidate
+from tests.tiny import make_checkpoint
+from tests.unit.router.stage import collect, open_text
+from tests.worker_process import WorkerProcess, a_worker_process
+
+pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]
+
+BLOCK = 8
+OPTIONS = ("--block-size", str(BLOCK), "--max-step-tokens", "16", "--num-blocks", "96", "--fault-hooks")
+YAML = """
+model: m
+pools: {d: {role: decode}}
+handoff: {local_prefill_max_tokens: 0}
+router: {coalesce_seconds: 0.0, heartbeat_seconds: 0.2, silent_seconds: 3.0}
+"""
+
+
+@dataclass
+class Cluster:
+    core: Core
+    workers: dict[str, WorkerProcess]
+    changed: asyncio.Event
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Workers report at least every half second, so this looks again at least as often."""
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 30)
+
+    async def ask(self, name: str, length: int, **fields: object) -> list[Piece]:
+        return await collect(self.core.requests.stream(job(name, length, **fields)))
+
+
+def job(name: str, length: int, *, n: int = 1, max_tokens: int = 6, **sampling: object) -> Job:
+    params = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    tokens = tuple((sum(name.encode()) * 13 + 7 * at) % 200 for at in range(length))
+    return Job(name, "m", tokens, SamplingParams(max_tokens=max_tokens, **params), n=n)  # type: ignore[arg-type]
+
+
+def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
+    return [token for piece in pieces if piece.index == index for token in piece.token_ids]
+
+
+@asynccontextmanager
+async def running_cluster(folder: pathlib.Path, redis_url: str, name: str) -> AsyncIterator[Cluster]:
+    checkpoint = make_checkpoint(folder / "model")
+    async with AsyncExitStack() as stack:
+        workers = {}
+        for worker, role in (("p0", "prefill"), ("d0", "decode")):
+            options = (*OPTIONS, "--role", role, "--redis-url", redis_url, "--cluster", name)
+            workers[worker] = await stack.enter_async_context(a_worker_process(checkpoint, folder, worker, *options))
+        following = store.connect(redis_url, budget_seconds=1.0)
+        stack.push_async_callback(following.close)
+        core = await stack.enter_async_context(
+            running_core(config.parse(f"name: {name}{YAML}"), router_id="t", open_text=open_text, store=following)
+        )
+        changed = asyncio.Event()
+        core.sessions.listen(lambda worker_id: changed.set())
+        on = Cluster(core, workers, changed)
+        await on.until(lambda: all(core.sessions.find(worker) is not None for worker in workers))
+        yield on
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> AsyncIterator[Cluster]:
+    """For tests that leave both workers as they found them."""
+    async with running_cluster(tmp_path_factory.mktemp("cluster"), redis_url, "seam") as on:
+        yield on
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_is_prefilled_on_the_one_and_decoded_on_the_other_and_its_prefix_is_known_then(
+    cluster: Cluster,
+) -> None:
+    first = await cluster.ask("same", 5 * BLOCK + 3)
+    timeline = first[-1].timeline
+    assert timeline is not None
+    assert (timeline.worker.prefill_worker, timeline.decode_worker) == ("p0", "d0")
+    assert timeline.worker.blocks_moved == 6
+    assert first[-1].usage is not None
+    assert (first[-1].usage.prompt_tokens, first[-1].usage.completion_tokens) == (43, 6)
+
+    index = cluster.core.index
+    await cluster.until(lambda: index.num_blocks("p0") >= 5 and index.num_blocks("d0") >= 5)
+    again = await cluster.ask("same", 5 * BLOCK + 3)
+    assert tokens_of(again) == tokens_of(first)
+    assert again[-1].usage is not None
+    assert again[-1].usage.cached_tokens == 5 * BLOCK
+    assert candidate(cluster, "same", "p0").cached_tokens == 5 * BLOCK
+
+    async with cluster.workers["p0"].control() as control:
+        await control.CacheReset(control_pb2.CacheResetRequest())
+    await cluster.until(lambda: index.num_blocks("p0") == 0)  # case 30
+
+
+def candidate(cluster: Cluster, request_id: str, worker: str) -> Candidate:
+    explanation = cluster.core.requests.why(request_id)
+    assert explanation is not None
+    return next(c for c in explanation.whys[-1].candidates if c.worker_id == worker)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_samples_and_cancels_leave_nothing_behind(cluster: Cluster) -> None:
+    pieces = await cluster.ask("many", 20, n=3, temperature=0.9, seed=5)
+    assert [len(tokens_of(pieces, index)) for index in range(3)] == [6, 6, 6]
+    assert [piece.usage.completion_tokens for piece in pieces if piece.usage] == [18]
+    for number in range(5):
+        stream = cluster.core.requests.stream(job(f"gone{number}", 30, max_tokens=90))
+        await anext(stream)
+        await stream.aclose()
+    await cluster.until(
+        lambda: all(w.load.num_running + w.load.num_waiting == 0 for w in cluster.core.requests.view().workers)
+    )
+    assert cluster.core.requests.num_in_flight == 0
+    for worker in cluster.workers.values():
+        async with worker.control() as control:
+            counts = (await control.Describe(control_pb2.DescribeRequest())).blocks
+            assert (counts.active, counts.pinned, counts.stranded) == (0, 0, 0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_case_59_a_stopped_worker_is_out_within_the_bound_and_back_when_it_goes_on(cluster: Cluster) -> None:
+    process = cluster.workers["d0"].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        await cluster.until(lambda: cluster.core.sessions.find("d0") is None)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    await cluster.until(lambda: cluster.core.sessions.find("d0") is not None)
+    assert (await cluster.ask("awake", 20))[-1].finish == "length"
+
+
+async def test_cases_12_and_45_killed_workers_are_a_detour_or_an_error_and_never_a_finish(
+    tmp_path: pathlib.Path, redis_url: str
+) -> None:
+    async with running_cluster(tmp_path, redis_url, "doomed") as on:
+        before = await on.ask("steady", 30)
+        on.workers["p0"].process.send_signal(signal.SIGKILL)
+        during = await on.ask("steady", 30)
+        assert tokens_of(during) == tokens_of(before)
+        await on.until(lambda: on.core.sessions.find("p0") is None)
+        after = await on.ask("other", 30)
+        assert after[-1].timeline is not None
+        assert after[-1].timeline.worker.prefill_worker == ""
+
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in on.core.requests.stream(job("killed", 20, max_tokens=100)):
+                pieces.append(piece)
+                if len(pieces) == 3:
+                    on.workers["d0"].process.send_signal(signal.SIGKILL)
+
+        with pytest.raises(WorkerLost, match="d0"):
+            await read()
+        assert all(piece.finish is None for piece in pieces)
