@@ -1,0 +1,188 @@
+"""Whole clusters on one Ray of three nodes: any layout hands over to any other, and what dies is replaced.
+
+The nodes have 2, 1 and 1 GPUs that nothing computes on: they stand for room, so that placement is real.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import pathlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from transformers import AutoModelForCausalLM
+
+from cluster.control_actor import NAME, namespace
+from cluster.launch import Running, running
+from cluster.pools import actor_name
+from cluster.session import SessionFolder
+from cluster.snapshot import Snapshot, take
+from headrace.client import AsyncClient, Path
+from headrace.config import (
+    ClusterConfig,
+    EngineConfig,
+    HandoffConfig,
+    PoolConfig,
+    RayConfig,
+    RedisConfig,
+    RouterConfig,
+)
+from headrace.store import connect
+from headrace.values import ParallelLayout
+from tests.tiny import make_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(300)]
+
+ONE = ParallelLayout()
+PROMPT = [5 + (7 * at) % 240 for at in range(45)]
+NUM_TOKENS = 10
+WAIT_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False},
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: pathlib.Path) -> tuple[int, ...]:
+    """What transformers answers to PROMPT, greedily."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = reference.generate(
+            torch.tensor([PROMPT]), do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS
+        )
+    return tuple(ids[0, len(PROMPT) :].tolist())
+
+
+Serving = Callable[[ParallelLayout, ParallelLayout], contextlib.AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def serving(ray_address: str, model: pathlib.Path, tmp_path: pathlib.Path) -> Serving:
+    """A cluster of one prefill and one decode worker of the layouts that are asked for."""
+
+    @contextlib.asynccontextmanager
+    async def serve(prefill: ParallelLayout, decode: ParallelLayout) -> AsyncIterator[Running]:
+        config = ClusterConfig(
+            name="e2e",
+            model=str(model),
+            pools={
+                "prefill": PoolConfig(role="prefill", tp=prefill.tp, pp=prefill.pp),
+                "decode": PoolConfig(role="decode", tp=decode.tp, pp=decode.pp),
+            },
+            engine=EngineConfig(block_size=8, kv_bytes=2**21, max_num_seqs=4, max_step_tokens=32),
+            handoff=HandoffConfig(local_prefill_max_tokens=0),
+            router=RouterConfig(grpc_port=0, http_port=0),
+            redis=RedisConfig(embedded_port=0),
+            ray=RayConfig(address=ray_address, rank_resources={"GPU": 1.0}),
+        )
+        async with running(config, "", SessionFolder("e2e", tmp_path), lambda step: None) as cluster:
+            yield cluster
+
+    return serve
+
+
+async def ask(cluster: Running, salt: str = "") -> tuple[tuple[int, ...], Path]:
+    """The answer to PROMPT and its path. Another salt finds nothing in any cache."""
+    ids: tuple[int, ...] = ()
+    async with AsyncClient(cluster.session.grpc_address) as client:
+        async for part in client.generate(
+            PROMPT, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperature=0.0, cache_salt=salt
+        ):
+            ids += part.token_ids
+            if part.path is not None:
+                return ids, part.path
+    raise AssertionError("the stream ended without a path")
+
+
+async def until(cluster: Running, holds: Callable[[Snapshot], bool]) -> Snapshot:
+    """The first look at the cluster for which `holds` is true."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            snapshot = await take(cluster.session)
+            if holds(snapshot):
+                return snapshot
+            await asyncio.sleep(0.2)
+
+
+def all_ready(snapshot: Snapshot) -> bool:
+    """Both workers serve, by the controller's word and by their own."""
+    return len(snapshot.workers) == 2 and all(
+        worker.record.phase == "ready" and worker.report is not None for worker in snapshot.workers
+    )
+
+
+def generations(snapshot: Snapshot) -> dict[str, int]:
+    return {worker.record.worker_id: worker.record.generation for worker in snapshot.workers}
+
+
+def actor(name: str) -> ray.actor.ActorHandle:
+    return ray.get_actor(name, namespace=namespace("e2e"))
+
+
+async def test_a_new_controller_takes_over_what_serves_and_what_redis_lost(
+    serving: Serving, expected: tuple[int, ...]
+) -> None:
+    async with serving(ONE, ONE) as cluster:
+        ids, path = await ask(cluster)
+        assert ids == expected
+        assert (path.prefill_worker, path.decode_worker) == ("prefill-0", "decode-0")
+        assert path.blocks_moved == 6
+
+        first = await asyncio.to_thread(ray.get, actor(NAME).ping.remote())
+        ray.kill(actor(NAME), no_restart=False)
+        store = connect(cluster.session.redis_url, 2.0)
+        await store.call(lambda redis: redis.flushall())
+        await store.close()
+        snapshot = await until(cluster, all_ready)
+        assert generations(snapshot) == {"prefill-0": 1, "decode-0": 1}, "nothing that served was touched"
+        assert snapshot.desired == {"prefill": 1, "decode": 1}
+        assert await asyncio.to_thread(ray.get, actor(NAME).ping.remote()) != first
+        assert (await ask(cluster, "again"))[0] == expected
+
+
+async def test_a_killed_rank_costs_its_worker_which_is_replaced_and_serves_again(
+    serving: Serving, expected: tuple[int, ...]
+) -> None:
+    async with serving(ParallelLayout(tp=2), ONE) as cluster:
+        ids, path = await ask(cluster)
+        assert ids == expected
+        assert path.prefill_worker == "prefill-0"
+
+        ray.kill(actor(actor_name("prefill-0", 1, 1)))
+        snapshot = await until(cluster, lambda seen: all_ready(seen) and generations(seen)["prefill-0"] == 2)
+        assert generations(snapshot) == {"prefill-0": 2, "decode-0": 1}
+        async with asyncio.timeout(WAIT_SECONDS):
+            for attempt in itertools.count():
+                ids, path = await ask(cluster, f"after {attempt}")
+                assert ids == expected, "answered alone or handed over, it is the same"
+                if path.prefill_worker == "prefill-0":
+                    break
+
+
+async def test_case_66_a_pipeline_over_two_nodes_and_a_pair_on_one_fill_exactly_four_gpus(
+    serving: Serving, expected: tuple[int, ...]
+) -> None:
+    async with serving(ParallelLayout(pp=2), ParallelLayout(tp=2)) as cluster:
+        assert not ray.available_resources().get("GPU", 0.0), "four ranks take all four GPUs, and no more are asked for"
+        ids, path = await ask(cluster)
+        assert ids == expected
+        assert (path.prefill_worker, path.decode_worker, path.blocks_moved) == ("prefill-0", "decode-0", 6)
