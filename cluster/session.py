@@ -45,8 +45,10 @@ class Session:
 class SessionFolder:
     """The folder of one cluster. Only the process that holds `up.alive` writes in it."""
 
-    def __init__(self, cluster: str, root: pathlib.Path | None = None) -> None:
+    def __init__(self, cluster: str, root: pathlib.Path | None = None, *, until_exit: bool = False) -> None:
+        """`until_exit`: what owned() locks stays locked until this process is gone, its exit handlers included."""
         self.cluster = cluster
+        self._until_exit = until_exit
         self.path = (root or state_root()) / cluster
 
     @property
@@ -96,6 +98,8 @@ class SessionFolder:
                     key="name",
                     value=self.cluster,
                 )
+            if self._until_exit:
+                os.dup(descriptor)
             yield
         finally:
             os.close(descriptor)

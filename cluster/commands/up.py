@@ -62,7 +62,7 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
 
     async def serving() -> None:
         signals = Signals()
-        folder = SessionFolder(config.name)
+        folder = SessionFolder(config.name, until_exit=True)
         try:
             async with running(config, str(path), folder, signals.after_ray(report)) as cluster:
                 ready(cluster.session)

@@ -1,0 +1,129 @@
+"""The command as an operator uses it, each run a process of its own: up in the background, asked, ended, gone."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.session import SessionFolder, wait_unlocked
+from tests.tiny import make_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+class Operator:
+    """A shell with a state folder of its own, by which every process that it caused can be found."""
+
+    def __init__(self, state: pathlib.Path) -> None:
+        self.state = state
+        self._env = {**os.environ, "HEADRACE_STATE": str(state)}
+
+    def run(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cluster.cli", *arguments],
+            env=self._env,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+
+    def said(self, *arguments: str, stdin: str = "") -> str:
+        ran = self.run(*arguments, stdin=stdin)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    def processes(self) -> list[str]:
+        """Command lines of all that were started under this state folder and still live."""
+        mark = f"HEADRACE_STATE={self.state}".encode()
+        found: list[str] = []
+        for process in pathlib.Path("/proc").iterdir():
+            try:
+                if process.name.isdigit() and mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # ended while we looked, or not ours to look at
+        return found
+
+
+@pytest.fixture
+def operator(tmp_path: pathlib.Path) -> Operator:
+    return Operator(tmp_path / "state")
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> pathlib.Path:
+    make_checkpoint(tmp_path / "tiny", "llama")
+    path = tmp_path / "headrace.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "cli",
+                "model": "tiny",
+                "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
+                "engine": {"block_size": 8, "kv_bytes": 2**21, "max_num_seqs": 4},
+                "handoff": {"local_prefill_max_tokens": 0},
+                "router": {"http_port": 0, "grpc_port": 0},
+                "redis": {"embedded_port": 0},
+            }
+        )
+    )
+    return path
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_up_status_generate_chat_down(operator: Operator, config: pathlib.Path) -> None:
+    events = lines(operator.said("up", str(config), "--detach", "--json"))
+    assert [event["name"] for event in events if event.get("done")] == ["model", "redis", "ray", "workers", "router"]
+    session = events[-1]["session"]
+    assert session["ready"]
+
+    again = operator.run("up", str(config))
+    assert again.returncode == 1
+    assert "a cluster named 'cli' runs already" in again.stderr
+
+    answer = json.loads(operator.said("generate", "hello there", "--max-tokens", "4", "--temperature", "0", "--json"))
+    assert answer["completion_tokens"] <= 4
+    assert (answer["path"]["prefill_worker"], answer["path"]["decode_worker"]) == ("prefill-0", "decode-0")
+
+    said = operator.said("chat", "--max-tokens", "4", "--temperature", "0", stdin="hello\nand again\n\n")
+    assert said.count("TTFT") == 2
+    assert "prefilled by prefill-0" in said
+
+    refused = operator.run("generate", "hello", "--model", "other")
+    assert refused.returncode == 1
+    assert "model must be one of tiny, got 'other'" in refused.stderr
+
+    snapshot = json.loads(operator.said("status", "--json"))
+    assert {worker["record"]["worker_id"]: worker["report"]["role"] for worker in snapshot["workers"]} == {
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+    }
+    assert sum(worker["report"]["num_handoffs_in"] for worker in snapshot["workers"]) >= 2
+    table = operator.said("status")
+    assert "decode-0.1" in table
+    assert "decode-0 ← prefill-0  gloo" in table
+
+    assert json.loads(operator.said("down", "--json")) == {"cluster": "cli", "how": "ended"}
+    assert operator.processes() == []
+    assert operator.run("down").returncode == 1
+
+
+def test_down_cleans_up_after_an_up_that_was_killed(operator: Operator, config: pathlib.Path) -> None:
+    session = lines(operator.said("up", str(config), "--detach", "--json"))[-1]["session"]
+    os.kill(session["pid"], signal.SIGKILL)
+    folder = SessionFolder("cli", operator.state)
+    assert wait_unlocked(folder.lock("up"), 30.0)
+    said = operator.said("down")
+    assert "ended what it left: router, redis" in said
+    assert [process for process in operator.processes() if "router" in process or "valkey" in process] == []

@@ -1,0 +1,203 @@
+"""The command's errors: one line that names what is wrong, a status that is not 0, and nothing started."""
+
+import os
+import pathlib
+import socket
+import sys
+
+import pytest
+import yaml
+
+from cluster.cli import COMMANDS, main
+from cluster.session import Session, SessionFolder
+from tests.tiny import make_checkpoint
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "state"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "llama")
+
+
+class Ran:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+
+class Command:
+    """Runs the entry point in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> Ran:
+        self._monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = self._capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return Ran(left.value.code, captured.out, captured.err)
+
+    def refused(self, *arguments: str) -> str:
+        """The one line of an error."""
+        ran = self(*arguments)
+        lines = ran.err.strip().splitlines()
+        assert ran.status == 1
+        assert len(lines) == 1, ran.err
+        assert lines[0].startswith("headrace: ")
+        return lines[0]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def write(tmp_path: pathlib.Path, model: pathlib.Path | str, **sections: object) -> str:
+    path = tmp_path / "headrace.yaml"
+    ports = {"http_port": 0, "grpc_port": 0}
+    pools = {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}}
+    path.write_text(yaml.safe_dump({"model": str(model), "pools": pools, "router": ports, **sections}))
+    return str(path)
+
+
+def nothing_started(state: pathlib.Path) -> bool:
+    return not list(state.glob("*/session.json")) and not list(state.glob("*/*.log"))
+
+
+def test_help_names_every_command_and_imports_none_of_them(command: Command) -> None:
+    ran = command("--help")
+    assert ran.status == 0
+    for name in COMMANDS:
+        assert f"  {name} " in ran.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(command: Command, name: str) -> None:
+    ran = command(name, "--help")
+    assert ran.status == 0
+    assert ran.out.startswith("Usage: ")
+
+
+def test_a_wrong_option_is_a_usage_error(command: Command) -> None:
+    assert command("status", "--nonsense").status == 2
+    assert command("nonsense").status == 2
+
+
+def test_a_missing_configuration_is_named(command: Command) -> None:
+    assert "nowhere.yaml does not exist" in command.refused("up", "nowhere.yaml")
+    assert "headrace.yaml does not exist" in command.refused("up")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("pools: [", "is not valid YAML"),
+        ("- a", "must be a mapping"),
+        ("model: m\npools: {a: {role: decode, replica: 1}}", "pools.a.replica"),
+        ("model: m\npools: {a: {role: decode, tp: 0}}", "pools.a.tp"),
+        ("model: m\npools: {a: {role: prefill}}", "at least one pool that decodes"),
+        ("model: m\npools: {'a/b': {role: decode}}", "pools.a/b"),
+        ("model: m\npools: {a: {role: decode}}\nray: {rank_resources: {GPU: 0}}", "ray.rank_resources.GPU"),
+    ],
+)
+def test_a_broken_configuration_is_named(command: Command, tmp_path: pathlib.Path, content: str, message: str) -> None:
+    (tmp_path / "headrace.yaml").write_text(content)
+    assert message in command.refused("up")
+
+
+def test_a_missing_checkpoint_is_named(command: Command, tmp_path: pathlib.Path, state: pathlib.Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty" in command.refused("up", write(tmp_path, empty))
+    assert nothing_started(state)
+
+
+def test_a_truncated_checkpoint_is_named(command: Command, tmp_path: pathlib.Path, state: pathlib.Path) -> None:
+    broken = make_checkpoint(tmp_path / "broken", "llama")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    error = command.refused("up", write(tmp_path, broken))
+    assert "model.safetensors is truncated" in error
+    assert str(weights.stat().st_size) in error
+    assert nothing_started(state)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"role": "decode", "tp": 3}, "pools.decode.tp: tp must divide 4 attention heads"),
+        ({"role": "decode", "pp": 9}, "pools.decode.pp: pp must be at most the 3 layers, got 9"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_named(
+    command: Command,
+    tmp_path: pathlib.Path,
+    state: pathlib.Path,
+    checkpoint: pathlib.Path,
+    pool: dict[str, object],
+    message: str,
+) -> None:
+    assert message in command.refused("up", write(tmp_path, checkpoint, pools={"decode": pool}))
+    assert nothing_started(state)
+
+
+def test_more_context_than_the_model_has_is_named(
+    command: Command, tmp_path: pathlib.Path, checkpoint: pathlib.Path
+) -> None:
+    error = command.refused("up", write(tmp_path, checkpoint, engine={"max_context_tokens": 257}))
+    assert "engine.max_context_tokens: must be at most the model's 256, got 257" in error
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port"])
+def test_a_taken_port_is_named(
+    command: Command, tmp_path: pathlib.Path, state: pathlib.Path, checkpoint: pathlib.Path, key: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        router = {"http_port": 0, "grpc_port": 0, key: port}
+        error = command.refused("up", write(tmp_path, checkpoint, router=router))
+    assert f"router.{key}: 127.0.0.1:{port} is taken" in error
+    assert nothing_started(state)
+
+
+@pytest.mark.parametrize("name", ["status", "down", "chat", "generate"])
+def test_without_a_cluster_there_is_nothing_to_ask(command: Command, name: str) -> None:
+    arguments = (name, "hello") if name == "generate" else (name,)
+    assert "no cluster runs here" in command.refused(*arguments)
+    assert "no cluster named 'other' runs here" in command.refused(*arguments, "--cluster", "other")
+
+
+def test_a_session_whose_process_is_gone_is_cleaned_up_and_nobody_is_hurt(
+    command: Command, state: pathlib.Path
+) -> None:
+    folder = SessionFolder("left", state)
+    folder.path.mkdir(parents=True)
+    ours = os.getpid()
+    folder.write(Session("left", ours, "", "m", "http://h", "h", "redis://h", children={"router": ours}))
+    assert "does not run any more: clean up with `headrace down`" in command.refused("status")
+    ran = command("down")
+    assert ran.status == 0
+    assert "ended what it left: nothing" in ran.out
+    assert folder.read() is None
+
+
+def test_a_router_that_does_not_answer_is_one_line(command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    assert command.refused("generate", "hello", "--address", address)
+
+
+def test_a_model_that_is_no_model_cannot_be_fetched(command: Command, tmp_path: pathlib.Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty" in command.refused("model", "fetch", str(empty))
+    assert "nowhere.gguf does not exist" in command.refused("model", "fetch", "nowhere.gguf")
