@@ -157,6 +157,8 @@ class Puller:
                 receipt = await self._execute(ranks, todo, targets)
             except LinkClosed:
                 # Another request's trouble closes the link that both read over; the peer may be well.
+                if not link.alive:
+                    raise
                 receipt = await self._execute(ranks, todo, targets)
         self._engine.scheduler.landed(key, len(targets))
         self._engine.scheduler.note_transfer(

@@ -59,12 +59,14 @@ class PeerLink:
         self.opened: asyncio.Future[PeerRanks] = asyncio.get_running_loop().create_future()
         self.num_bytes = 0
         self.kind = ""
+        self.alive = True
         self.reading = asyncio.Semaphore(2)
         self._hello = hello
         self._executor = executor
         self._faults = faults
         self._conversations: dict[RequestKey, Conversation] = {}
         self._outbox: asyncio.Queue[transfer_pb2.PullerMessage] = asyncio.Queue()
+        self._heard = asyncio.Event()
 
     @contextmanager
     def conversation(self, key: RequestKey) -> Iterator[Conversation]:
@@ -91,6 +93,18 @@ class PeerLink:
             if talk.heard:
                 self.send(messages.renew(key))
 
+    async def watch(self, silent_seconds: float) -> None:
+        """Returns when the peer was silent for so long: it is dead, frozen, or behind a dead network."""
+        try:
+            while True:
+                self.send(transfer_pb2.PullerMessage(beat=transfer_pb2.Beat()))
+                self._heard.clear()
+                await asyncio.sleep(silent_seconds / 4)
+                async with asyncio.timeout(silent_seconds * 3 / 4):
+                    await self._heard.wait()
+        except TimeoutError:
+            return
+
     async def run(self, channel: grpc.aio.Channel) -> None:
         """From opening the stream to its end, which is never an exception: those who wait on it are told."""
         self.send(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(self._hello)))
@@ -99,6 +113,7 @@ class PeerLink:
             stub = transfer_pb2_grpc.TransferStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Link(self._messages())
             async for message in call:
+                self._heard.set()
                 self._take(message)
             error = TransferFailed(f"{self.target.worker_id} ended the stream")
         except grpc.aio.AioRpcError as failure:
@@ -108,9 +123,9 @@ class PeerLink:
                 failure if isinstance(failure, HeadraceError) else TransferFailed(f"{self.target.worker_id}: {failure}")
             )
         except asyncio.CancelledError:
-            self._fail(TransferFailed(f"the stream to {self.target.worker_id} was closed"))
+            self.fail(TransferFailed(f"the stream to {self.target.worker_id} was closed"))
             raise
-        self._fail(error)
+        self.fail(error)
 
     async def _messages(self) -> AsyncIterator[transfer_pb2.PullerMessage]:
         while True:
@@ -129,6 +144,8 @@ class PeerLink:
                 key, reason = wire.key_from_pb(message.abort.key), wire.error_from_pb(message.abort.reason)
                 if (talk := self._conversations.get(key)) is not None:
                     talk.put(reason)
+            case "beat":
+                pass
             case _:
                 raise TransferFailed(f"{self.target.worker_id} sent a message of a newer protocol")
 
@@ -150,7 +167,9 @@ class PeerLink:
         else:
             talk.put(chunk)
 
-    def _fail(self, error: HeadraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
+        """Everyone on this stream hears it; the first reason is the one that counts."""
+        self.alive = False
         if not self.opened.done():
             self.opened.set_exception(error)
             self.opened.exception()
@@ -167,14 +186,15 @@ class Peers:
         executor: Executor,
         connect: Callable[[str], grpc.aio.Channel],
         *,
-        open_seconds: float,
+        silent_seconds: float,
         pin_seconds: float,
         faults: Faults | None = None,
     ) -> None:
         self._hello = hello
         self._executor = executor
         self._connect = connect
-        self._open_seconds = open_seconds
+        self._open_seconds = silent_seconds / 2
+        self._silent_seconds = silent_seconds
         self._renew_seconds = pin_seconds / 4
         self._faults = faults or Faults()
         self._links: dict[PrefillTarget, PeerLink] = {}
@@ -208,14 +228,19 @@ class Peers:
 
     async def _keep(self, link: PeerLink) -> None:
         channel = self._connect(link.target.address)
-        renewing = asyncio.create_task(self._renew(link))
+        tasks = [asyncio.create_task(work) for work in (link.run(channel), self._watch(link), self._renew(link))]
         try:
-            await link.run(channel)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            renewing.cancel()
             self._links.pop(link.target, None)
+            for task in tasks:
+                task.cancel()
             self._executor.close_links((link.target.worker_id, link.target.generation))
             await channel.close()
+
+    async def _watch(self, link: PeerLink) -> None:
+        await link.watch(self._silent_seconds)
+        link.fail(TransferFailed(f"{link.target.worker_id} was silent for {self._silent_seconds:g} s"))
 
     async def _renew(self, link: PeerLink) -> None:
         while True:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -46,6 +45,13 @@ WATCH_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 PEER_SHARE = 0.75
+MAX_MESSAGE_BYTES = 64 * 2**20
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+CHANNEL_OPTIONS = (*SERVER_OPTIONS[1:], ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 SERVICES = (
     worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
     transfer_pb2.DESCRIPTOR.services_by_name["Transfer"].full_name,
@@ -93,8 +99,8 @@ class Worker:
         self._peers = Peers(
             self._hello,
             executor,
-            lambda address: grpc.aio.insecure_channel(address, options=_channel_options(handoff.transfer_seconds)),
-            open_seconds=handoff.transfer_seconds / 2,
+            lambda address: grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS),
+            silent_seconds=handoff.transfer_seconds,
             pin_seconds=handoff.pin_seconds,
             faults=faults,
         )
@@ -114,12 +120,12 @@ class Worker:
         )
         self._source = Source(self._engine)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
-        self._server = grpc.aio.server(options=_server_options(handoff.transfer_seconds))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         servicers: dict[Callable[..., None], object] = {
             worker_pb2_grpc.add_WorkerServicer_to_server: self._sessions,
             transfer_pb2_grpc.add_TransferServicer_to_server: TransferServicer(
-                self._source, self._hello, executor.shape, faults
+                self._source, self._hello, executor.shape, faults, silent_seconds=handoff.transfer_seconds
             ),
             control_pb2_grpc.add_ControlServicer_to_server: ControlServicer(self, faults if spec.fault_hooks else None),
             health_pb2_grpc.add_HealthServicer_to_server: self._health,
@@ -358,29 +364,6 @@ def _reason(error: BaseException) -> HeadraceError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error if isinstance(error, HeadraceError) else InternalError(f"{type(error).__name__}: {error}")
-
-
-def _channel_options(transfer_seconds: float) -> list[tuple[str, Any]]:
-    """A peer that is frozen, or behind a dead network, is noticed by unanswered pings, well within `transfer_seconds`."""
-    return [
-        *_server_options(transfer_seconds),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_retries", 0),
-    ]
-
-
-def _server_options(transfer_seconds: float) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", 64 * 2**20),
-        ("grpc.max_send_message_length", 64 * 2**20),
-        ("grpc.keepalive_time_ms", int(transfer_seconds * 300)),
-        ("grpc.keepalive_timeout_ms", int(transfer_seconds * 400)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
 
 
 def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MIN_REPORT_SECONDS = 0.05
 MAX_REPORT_SECONDS = 0.5
+SILENT_SECONDS = 30.0
 
 
 class RouterStream:
@@ -34,6 +35,7 @@ class RouterStream:
         self._others: list[worker_pb2.WorkerMessage] = []
         self._ready = asyncio.Event()
         self._ended = False
+        self.pinged_at: float | None = None
 
     def send_outputs(self, outputs: list[SequenceOutput]) -> None:
         self._outputs += outputs
@@ -140,6 +142,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 target = wire.prefill_from_pb(place.prefill) if place.HasField("prefill") else None
                 self._intake.place(session, Placed(wire.key_from_pb(place.key), target))
             case "ping":
+                session.pinged_at = self._engine.clock.now()
                 session.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(nonce=message.ping.nonce)))
             case kind:
                 log.warning("router %s sent %s, which says nothing here", session.router_id, kind)
@@ -161,8 +164,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 session.send_rejected(key, InternalError(f"{type(error).__name__}: {error}"))
 
     async def _report(self, session: RouterStream) -> None:
-        """On change, but not faster than every MIN_REPORT_SECONDS; without one every MAX_REPORT_SECONDS."""
-        while True:
+        """On change, but not faster than every MIN_REPORT_SECONDS; without one every MAX_REPORT_SECONDS. Ends the
+        session of a router that pinged and then fell silent: its host is gone, though the connection is not."""
+        while session.pinged_at is None or self._engine.clock.now() - session.pinged_at < SILENT_SECONDS:
             version = self._engine.version
             session.send(worker_pb2.WorkerMessage(load=wire.report_to_pb(self._status.report(session))))
             await asyncio.sleep(MIN_REPORT_SECONDS)
@@ -172,6 +176,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                         await self._engine.next_change()
                 except TimeoutError:
                     continue
+        log.warning("router %s was silent for %g s: its session is closed", session.router_id, SILENT_SECONDS)
+        session.end()
 
 
 class _PullerStream:
@@ -188,7 +194,10 @@ class _PullerStream:
 class TransferServicer(transfer_pb2_grpc.TransferServicer):
     """Transfer.Link: the source's end of the streams that decode workers open."""
 
-    def __init__(self, source: Source, hello: PeerHello, shape: ModelShape, faults: Faults) -> None:
+    def __init__(
+        self, source: Source, hello: PeerHello, shape: ModelShape, faults: Faults, *, silent_seconds: float
+    ) -> None:
+        self._silent_seconds = silent_seconds
         self._source = source
         self._hello = hello
         self._shape = shape
@@ -217,8 +226,13 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         refused = self._refusal(peer)
         try:
-            async for message in incoming:
-                self._hear(stream, message, refused)
+            while True:
+                async with asyncio.timeout(self._silent_seconds):
+                    self._hear(stream, await anext(incoming), refused)
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            log.warning("%s was silent for %g s: its stream is closed", stream.peer, self._silent_seconds)
         finally:
             stream.outbox.put_nowait(None)
 
@@ -244,6 +258,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
                 self._source.release(wire.key_from_pb(message.release.key))
             case "abort":
                 self._source.release(wire.key_from_pb(message.abort.key))
+            case "beat":
+                stream.send(transfer_pb2.SourceMessage(beat=message.beat))
             case "renew":
                 self._source.renew(stream, wire.key_from_pb(message.renew.key))
             case kind:

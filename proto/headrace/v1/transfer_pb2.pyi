@@ -81,19 +81,25 @@ class Abort(_message.Message):
     reason: _worker_pb2.ErrorInfo
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., reason: _Optional[_Union[_worker_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
 
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PullerMessage(_message.Message):
-    __slots__ = ("hello", "ticket", "release", "renew", "abort")
+    __slots__ = ("hello", "ticket", "release", "renew", "abort", "beat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     ticket: Ticket
     release: Release
     renew: Renew
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("index", "token_id", "logprobs")
@@ -128,11 +134,13 @@ class Announce(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class SourceMessage(_message.Message):
-    __slots__ = ("hello", "announce", "abort")
+    __slots__ = ("hello", "announce", "abort", "beat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     announce: Announce
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
