@@ -57,6 +57,7 @@ class BlockLedger:
         self.era = 0
         self._epochs = array("q", bytes(8 * num_blocks))
         self._refs: tuple[list[int], ...] = tuple([0] * num_blocks for _ in Hold)
+        self._total = [0] * num_blocks
         self._shown = [0] * len(Hold)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -110,7 +111,8 @@ class BlockLedger:
         if holding.state is not Hold.ACTIVE:
             raise InternalError(f"{holding!r} cannot grow")
         taken = []
-        free, idle, epochs, active = self._free, self._idle, self._epochs, self._refs[Hold.ACTIVE]
+        free, idle, epochs = self._free, self._idle, self._epochs
+        active, total = self._refs[Hold.ACTIVE], self._total
         for _ in range(num_blocks):
             if free:
                 block = free.pop()
@@ -120,7 +122,7 @@ class BlockLedger:
             epoch = epochs[block] + 1
             epochs[block] = epoch
             self._fresh.append((block, epoch))
-            active[block] = 1
+            active[block] = total[block] = 1
             taken.append(block)
         self._shown[Hold.ACTIVE] += num_blocks
         holding.blocks += taken
@@ -128,12 +130,16 @@ class BlockLedger:
 
     def share(self, holding: Holding, blocks: Iterable[int]) -> None:
         """Appends blocks that hold final content already: cached, or held by others."""
+        total, idle, state = self._total, self._idle, holding.state
         for block in blocks:
-            if block in self._idle:
-                del self._idle[block]
-            elif self._state_of(block) is None:
+            if total[block]:
+                self._add(block, state)
+            elif block in idle:
+                del idle[block]
+                total[block] = self._refs[state][block] = 1
+                self._shown[state] += 1
+            else:
                 raise InternalError(f"block {block} is free and cannot be shared")
-            self._add(block, holding.state)
             holding.blocks.append(block)
 
     def pin(self, holding: Holding, deadline: float) -> None:
@@ -155,7 +161,7 @@ class BlockLedger:
 
     def num_exclusive(self, holding: Holding) -> int:
         """How many blocks would become available if this holding closed."""
-        return sum(1 for block in holding.blocks if sum(refs[block] for refs in self._refs) == 1)
+        return sum(1 for block in holding.blocks if self._total[block] == 1)
 
     def _convert(self, holding: Holding, state: Hold) -> None:
         if holding not in self._holdings:
@@ -167,13 +173,19 @@ class BlockLedger:
                 self._drop(block, before)
 
     def _give_back(self, blocks: Sequence[int], state: Hold) -> None:
+        total, refs, ids = self._total, self._refs[state], self._ids
+        num_last = 0
         for block in reversed(blocks):
-            self._drop(block, state)
-            if self._state_of(block) is None:
-                if self._ids[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[block] = None
+            if total[block] != 1 or not refs[block]:
+                self._drop(block, state)
+                continue
+            total[block] = refs[block] = 0
+            num_last += 1
+            if ids[block] is None:
+                self._free.append(block)
+            else:
+                self._idle[block] = None
+        self._shown[state] -= num_last
 
     def _state_of(self, block: int) -> Hold | None:
         active, pinned, quarantined = self._refs
@@ -184,24 +196,25 @@ class BlockLedger:
         return Hold.QUARANTINED if quarantined[block] else None
 
     def _add(self, block: int, state: Hold) -> None:
+        """One holder more for a block that has some."""
         before = self._state_of(block)
         self._refs[state][block] += 1
-        if before is None or state < before:
-            self._shown[state] += 1
-            if before is not None:
-                self._shown[before] -= 1
+        self._total[block] += 1
+        self._show(before, self._state_of(block))
 
     def _drop(self, block: int, state: Hold) -> None:
-        refs = self._refs[state]
-        if not refs[block]:
+        """One holder less for a block that keeps some."""
+        if not self._refs[state][block]:
             raise InternalError(f"block {block} is given back twice")
         before = self._state_of(block)
-        refs[block] -= 1
-        after = self._state_of(block)
-        if before is not after and before is not None:
+        self._refs[state][block] -= 1
+        self._total[block] -= 1
+        self._show(before, self._state_of(block))
+
+    def _show(self, before: Hold | None, after: Hold | None) -> None:
+        if before is not after and before is not None and after is not None:
             self._shown[before] -= 1
-            if after is not None:
-                self._shown[after] += 1
+            self._shown[after] += 1
 
     # -- the prefix cache
 
@@ -279,6 +292,8 @@ class BlockLedger:
         for state in Hold:
             if refs[state] != self._refs[state]:
                 raise InternalError(f"{state.name} references differ from the holdings'")
+        if self._total != [sum(counts) for counts in zip(*refs, strict=True)]:
+            raise InternalError("numbers of holders differ from the holdings'")
         free, idle = set(self._free), set(self._idle)
         if len(free) != len(self._free) or free & idle:
             raise InternalError("a block is free twice, or free and cached")

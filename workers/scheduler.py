@@ -18,7 +18,7 @@ The parts: `workers.sequence` (one request, one sample), `workers.backlog` (who 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from headrace.blocks import BlockHasher
@@ -521,18 +521,16 @@ class Scheduler:
                         pass
         return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
 
-    def num_filled_positions(self) -> int:
-        """Positions in held blocks whose KV is there, or is being written: what the blocks are held for. A sequence that
-        has ended and not yet given its blocks back fills none of them."""
+    def filled_positions(self) -> Iterator[int]:
+        """For every sequence that holds blocks: positions whose KV is there or is being written. One that has ended and
+        not yet given its blocks back has none."""
         size = self.ledger.block_size
-        filled = 0
         for state in self._requests.values():
             for sample in state.samples:
                 if sample.stage is Stage.WAITING:
-                    filled += min(len(sample.blocks) * size, sample.num_prompt)
+                    yield min(len(sample.blocks) * size, sample.num_prompt)
                 elif sample.stage is not Stage.ENDED:
-                    filled += sample.num_scheduled
-        return filled
+                    yield sample.num_scheduled
 
     @property
     def num_preemptions(self) -> int:
