@@ -42,13 +42,16 @@ class KvPool:
         """The source side of a piece, gathered: [blocks, heads, layers, 2, block_size, head_dim], contiguous."""
         heads = slice(piece.source_head, piece.source_head + piece.num_heads)
         layers = slice(piece.source_layer, piece.source_layer + piece.num_layers)
-        return self.tensor[torch.as_tensor(blocks, dtype=torch.long), heads, layers].contiguous()
+        where = torch.as_tensor(blocks, dtype=torch.long, device=self.tensor.device)
+        return self.tensor[:, heads, layers].index_select(0, where)
 
     def write(self, blocks: Sequence[int], piece: Piece, content: Tensor) -> None:
         """The target side of a piece, scattered from what `read` made."""
         heads = slice(piece.target_head, piece.target_head + piece.num_heads)
         layers = slice(piece.target_layer, piece.target_layer + piece.num_layers)
-        self.tensor[torch.as_tensor(blocks, dtype=torch.long), heads, layers] = content
+        part = self.tensor[:, heads, layers]
+        for block, slab in zip(blocks, content, strict=True):  # twice as fast as by index: each copy is a few memcpys
+            part[block].copy_(slab)
 
     def head_layer_digests(self, block: int, filled: int) -> list[list[bytes]]:
         """A digest of the first `filled` positions for each local (head, layer): [heads][layers] of 8 bytes.
