@@ -70,7 +70,7 @@ class Report:
         return {
             "bench": self.bench,
             "commit": commit(),
-            "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": command(),
             "hardware": self.hardware,
             "versions": {"python": platform.python_version(), **versions(self.packages)},
             "date": datetime.now(UTC).date().isoformat(),
@@ -112,6 +112,12 @@ def timed(run: Callable[[], object], repeats: int) -> list[float]:
         run()
         seconds.append(time.perf_counter() - started)
     return seconds
+
+
+def command() -> str:
+    """What was run; of files elsewhere on this machine, the name alone."""
+    parts = [pathlib.Path(part).name if pathlib.Path(part).is_absolute() else part for part in sys.argv[1:]]
+    return " ".join(["python -m", f"loadtests.{pathlib.Path(sys.argv[0]).stem}", *parts])
 
 
 def commit() -> str:

@@ -27,6 +27,7 @@ def test_the_last_line_and_the_file_are_one_object(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_COMMIT", "abc")
+    monkeypatch.setattr("sys.argv", ["/some/where/loadtests/bench_engine.py", "--trace", "/else/where/a.csv", "--gate"])
     report = Report("engine", packages=("pytest", "no-such-package"), hardware="a CPU")
     report.add(Row("step_ms", 2.0, "ms", "lower", must=1.0, aim=0.5, samples=(1.0, 2.0, 3.0)))
     report.add(Row("free", 2.0, "ms", "lower"))
@@ -37,6 +38,7 @@ def test_the_last_line_and_the_file_are_one_object(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result.keys() == json.loads(out.read_text(encoding="utf-8")).keys()
     assert (result["bench"], result["commit"], result["hardware"]) == ("engine", "abc", "a CPU")
+    assert result["command"] == "python -m loadtests.bench_engine --trace a.csv --gate"
     assert result["versions"]["no-such-package"] == "absent"
     assert result["calibration_ms"] > 0
     assert result["rows"][0] == {
