@@ -54,6 +54,8 @@ class Tuning:
     norm: RowTile
     rope: RopeTile
     silu: RowTile
+    sample: RowTile
+    sample_floor: RowTile
     pull: PullTile
 
     @classmethod
@@ -66,6 +68,8 @@ class Tuning:
             RowTile(**tiles["norm"]),
             RopeTile(**tiles["rope"]),
             RowTile(**tiles["silu"]),
+            RowTile(**tiles["sample"]),
+            RowTile(**tiles["sample_floor"]),
             PullTile(**tiles["pull"]),
         )
 

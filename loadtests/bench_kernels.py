@@ -26,10 +26,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels import noise
 from kernels.cuda import CudaOps
 from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps
-from kernels.tuning import card
+from kernels.sample import sample
+from kernels.sample_floor import sample_floor
+from kernels.tuning import card, tuning_of
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, FEED_FORWARD, BLOCK = 32, 32, 8, 128, 4096, 14336, 32
 NUM_BLOCKS = 4480  # 18 GiB: 128 rows of 1k and one of 8k
@@ -295,6 +298,27 @@ class Bench:
                     us = [s * 1e6 for s in samples]
                     self._note(f"{name}_t{num_tokens}_us", statistics.median(us), "us", us)
 
+    def sampling(self) -> None:
+        """128 draws from 128,256 float32 logits: the draw alone, and where min-p, top-k and top-p cut."""
+        num_draws, vocabulary, tiles = 128, 128256, tuning_of(self.device)
+        logits = torch.randn(num_draws, vocabulary, device=self.device) * 3
+        keys = noise.keys(*(torch.arange(num_draws, device=self.device) for _ in range(3)))
+        temperature, min_p, top_p, floor = (
+            torch.full((num_draws,), value, device=self.device) for value in (0.8, 0.001, 0.95, -torch.inf)
+        )
+        top_k = torch.full((num_draws,), 50, dtype=torch.int32, device=self.device)
+        out = torch.empty(num_draws, dtype=torch.int64, device=self.device)
+        runs: dict[str, Callable[[], object]] = {
+            "sample": partial(sample, logits, keys, temperature, floor, out, tiles.sample),
+            "sample_floor": partial(
+                sample_floor, logits, temperature, min_p, top_k, top_p, floor.clone(), tiles.sample_floor
+            ),
+            "softmax_and_sort": lambda: logits.softmax(-1).sort(-1),
+        }
+        for name, run in runs.items():
+            us = [s * 1e6 for s in seconds_of(run)]
+            self._note(f"{name}_b128_us", statistics.median(us), "us", us)
+
     def _bandwidth(self, name: str, num_bytes: int, seconds: list[float]) -> None:
         fractions = [num_bytes / s / self.copy_rate for s in seconds]
         typical = statistics.median(seconds)
@@ -367,6 +391,7 @@ def main() -> int:
         bench.prefill(1024, 1024, "1k_paged", known=False)
         bench.prefill(8192, 8192, "8k_paged", known=False)
         bench.elementwise()
+        bench.sampling()
         rows = bench.rows
     result = report(rows, device)
     suffix = "-pull" if arguments.pull else ""

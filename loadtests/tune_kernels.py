@@ -222,7 +222,10 @@ def main() -> int:
     device = torch.device("cuda", 0)
     tuner = Tuner(device)
     norm_tile, rope_tile, silu_tile = tuner.rows()
-    found = Tuning(*tuner.decode(), tuner.prefill(), norm_tile, rope_tile, silu_tile, tuning_of(device).pull)
+    known = tuning_of(device)
+    found = Tuning(
+        *tuner.decode(), tuner.prefill(), norm_tile, rope_tile, silu_tile, known.sample, known.sample_floor, known.pull
+    )
     arguments.table.write_text(json.dumps(tuner.table))
     (arguments.out or TUNED / f"{card(device)}.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
     print(f"tuned in {time.monotonic() - started:.1f} s: {found}", flush=True)

@@ -112,3 +112,14 @@ def test_an_operation_stops_the_host_for_nothing() -> None:
     graph.replay()
     real = torch.tensor([token for token in range(43) if token != 1], device=CUDA)
     assert torch.equal(captured[real], eager[real])
+
+
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(1, 128256), (37, 49152), (5, 1000)])
+def test_sample(num_draws: int, vocabulary: int) -> None:
+    checks.check_sample(num_draws, vocabulary, tuning_of(CUDA).sample, CUDA)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(64, 128256), (40, 1000)])
+def test_sample_floor(num_draws: int, vocabulary: int, ties: bool) -> None:
+    checks.check_sample_floor(num_draws, vocabulary, ties, tuning_of(CUDA).sample_floor, CUDA)

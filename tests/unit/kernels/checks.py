@@ -6,7 +6,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import dense_prefill, norm, paged_decode, paged_prefill, pull_blocks, rope_store, silu_mul
+from kernels import (
+    dense_prefill,
+    noise,
+    norm,
+    paged_decode,
+    paged_prefill,
+    pull_blocks,
+    rope_store,
+    sample,
+    sample_floor,
+    silu_mul,
+)
 from kernels.cuda import CudaOps
 from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps, gather_context
@@ -236,3 +247,67 @@ def check_stale(num_blocks: int, num_pulled: int, num_moved: int, device: torch.
     stale = torch.zeros(1, dtype=torch.int32, device=device)
     pull_blocks.count_stale(epochs.to(device), blocks.to(device, torch.int32), expected, stale)
     assert stale.item() == num_moved
+
+
+def draws_of(count: int, device: torch.device, generator: torch.Generator) -> noise.Keys:
+    seeds = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    indices, positions = torch.arange(count) % 3, torch.arange(count) + 5
+    return noise.Keys(*(key.to(device) for key in noise.keys(seeds, indices, positions)))
+
+
+def check_sample(num_draws: int, vocabulary: int, tile: RowTile, device: torch.device) -> None:
+    """Greedy, warm, hot and floored rows: the token that the reference scores highest, or one within rounding of it."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(num_draws, vocabulary + 3, generator=generator) * 4).to(device)[:, :vocabulary]
+    keys = draws_of(num_draws, device, generator)
+    temperature = torch.tensor([0.0, 1.0, 0.3, 5.0], device=device).repeat(num_draws)[:num_draws]
+    floor = torch.tensor([-0.1, -torch.inf, -3.0, -1.0], device=device).repeat(num_draws)[:num_draws]
+    out = torch.full((num_draws,), -7, device=device)
+    sample.sample(logits, keys, temperature, floor, out, tile)
+    ids = torch.arange(vocabulary, device=device)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(1)
+    scores = (scaled + noise.gumbel(keys.column(), ids)).masked_fill(scaled < floor.unsqueeze(1), -torch.inf)
+    scores = torch.where(temperature.unsqueeze(1) > 0, scores, logits)
+    chosen = scores.gather(1, out.unsqueeze(1)).squeeze(1)
+    assert torch.equal(out[temperature == 0], logits[temperature == 0].argmax(-1))
+    assert (scores.amax(-1) - chosen <= 1e-5).all()
+
+
+def check_sample_floor(num_draws: int, vocabulary: int, ties: bool, tile: RowTile, device: torch.device) -> None:
+    """Every mix of the filters. The cut is the reference's, or, where sums round differently, a neighbour's."""
+    generator = torch.Generator().manual_seed(vocabulary + num_draws)
+    logits = torch.randn(num_draws, vocabulary, generator=generator) * 3
+    logits = (logits.round() if ties else logits).to(device)
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor(values * num_draws)[torch.randperm(num_draws * len(values), generator=generator)]
+
+    temperature, min_p, top_p = pick(1.0, 0.4, 2.0), pick(0.0, 0.02, 0.3), pick(1.0, 0.95, 0.5, 0.01)
+    top_k = pick(0, 1, 7, vocabulary)
+    floor = torch.full((num_draws,), torch.nan, device=device)
+    arguments = [t[:num_draws].to(device) for t in (temperature, min_p, top_k.to(torch.int32), top_p)]
+    sample_floor.sample_floor(logits, *arguments, floor, tile)
+    for i in range(num_draws):
+        t, least_p, k, p = (float(a[i]) for a in arguments)
+        scaled = (logits[i] - logits[i].max()) / t
+        order = scaled.sort(descending=True).values
+        order = order[order >= torch.tensor(least_p).log()]
+        order = order[: int(k) or vocabulary]
+        mass = order.double().exp()
+        before = (mass.cumsum(0) - mass) / mass.sum()
+        near = order[before < p + 1e-5][-1], order[(before < p - 1e-5) | (before == 0)][-1]
+        if p == 1:
+            near = order[-1], order[-1]
+        limited = least_p > 0 or 0 < k < vocabulary or p < 1
+        kept, wanted = int((scaled >= floor[i]).sum()), [int((scaled >= v).sum()) for v in near]
+        assert floor[i] == floor[i]
+        assert (wanted[1] <= kept <= wanted[0]) if limited else kept == vocabulary, (
+            i,
+            t,
+            least_p,
+            k,
+            p,
+            kept,
+            wanted,
+            float(floor[i]),
+        )

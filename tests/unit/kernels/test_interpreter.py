@@ -126,3 +126,14 @@ def test_pull(
 @pytest.mark.parametrize(("num_pulled", "num_moved"), [(1, 0), (1, 1), (40, 7), (1100, 1030)])
 def test_stale_blocks_are_counted(num_pulled: int, num_moved: int) -> None:
     checks.check_stale(1200, num_pulled, num_moved, CPU)
+
+
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(1, 1), (4, 64), (9, 65), (6, 1000)])
+def test_sample(num_draws: int, vocabulary: int) -> None:
+    checks.check_sample(num_draws, vocabulary, RowTile(64, 4), CPU)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(3, 8), (12, 64), (12, 201)])
+def test_sample_floor(num_draws: int, vocabulary: int, ties: bool) -> None:
+    checks.check_sample_floor(num_draws, vocabulary, ties, RowTile(128, 4), CPU)
