@@ -1,6 +1,7 @@
 """A prefill worker that is killed, frozen or told to fail, as its decode worker lives through it. Real processes."""
 
 import asyncio
+import os
 import pathlib
 import signal
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.errors import WorkerLost
 from headrace.v1 import control_pb2
 from headrace.values import Request, RequestKey, SamplingParams
 from tests.session import Router, open_session
@@ -31,6 +33,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def request(name: str) -> Request:
     tokens = tuple((sum(name.encode()) * 13 + 7 * i) % 200 for i in range(60))
     return Request(RequestKey(name), tokens, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all its threads."""
+    listed = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in listed for child in children.read_text().split()]
 
 
 @asynccontextmanager
@@ -96,3 +104,20 @@ async def test_case_13_a_transfer_that_fails_at_a_block_is_told_and_placed_again
         assert got.timeline.prefill_worker == "p0"
         await free_again(prefill)
         await free_again(decode)
+
+
+async def test_case_59_a_lost_rank_ends_the_worker_with_an_error(
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    async with (
+        a_worker_process(checkpoint, tmp_path, "w0", "--tp", "2", *OPTIONS) as worker,
+        open_session(worker.address) as router,
+    ):
+        endless = replace(request("q"), sampling=SamplingParams(max_tokens=190, temperature=0.0, ignore_eos=True))
+        answer = await router.submit(endless).until(lambda answer: answer.tokens[0])
+        (child,) = children_of(worker.process.pid)
+        os.kill(child, signal.SIGKILL)
+        await answer.end()
+        assert isinstance(answer.error, WorkerLost)
+        async with asyncio.timeout(20):
+            assert await worker.process.wait() == 1

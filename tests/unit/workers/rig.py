@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from headrace.config import EngineConfig, HandoffConfig
 from headrace.v1 import control_pb2, control_pb2_grpc
@@ -82,11 +83,12 @@ async def a_worker(
     identity: Identity = IDENTITY,
     executor: MemoryExecutor | None = None,
     stall_seconds: float = 30.0,
+    registry: CollectorRegistry | None = None,
     **spec: Any,
 ) -> AsyncIterator[Rig]:
     executor = executor or MemoryExecutor(num_blocks, engine.block_size)
     full = WorkerSpec(worker_id, 1, role, "tiny", engine=engine, handoff=handoff, fault_hooks=True)
-    worker = Worker(replace(full, **spec), executor, identity, stall_seconds=stall_seconds)
+    worker = Worker(replace(full, **spec), executor, identity, stall_seconds=stall_seconds, registry=registry)
     info = await worker.start()
     running = asyncio.create_task(worker.run())
     async with grpc.aio.insecure_channel(info.address) as channel:
