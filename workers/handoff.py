@@ -187,7 +187,8 @@ class Puller:
         is over, which a read that takes too long is by having its link closed under it."""
         executor, scheduler = self._engine.executor, self._engine.scheduler
         pulls = [
-            BlockPull(source, epoch, target) for (source, epoch), (target, _) in zip(todo.blocks, targets, strict=True)
+            BlockPull(source, epoch, target, target_epoch)
+            for (source, epoch), (target, target_epoch) in zip(todo.blocks, targets, strict=True)
         ]
         quarantine = scheduler.begin_pull(targets)
         reading = asyncio.wrap_future(executor.pull(ranks, pulls))
