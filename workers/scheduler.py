@@ -13,28 +13,27 @@ A request is one of three things here:
 
 Every way out ends in the ledger's release, once. What is in flight (one step ahead) is freed only after its step.
 
-The parts: `workers.sequence` (one request, one sample), `workers.backlog` (who waits), `workers.batch` (what runs),
+The parts: `workers.sequence` (one request, one sample), `workers.admission` and `workers.backlog` (who comes in, who
+waits, who starts), `workers.running` (rows and blocks of what runs), `workers.batch` (plans and their results),
 `workers.outcomes` (what comes out), `workers.blocks` (the ledger).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from headrace.blocks import BlockHasher
-from headrace.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded
+from headrace.errors import InternalError, InvalidRequest
 from headrace.values import BlockCounts, Load, Request, RequestKey, SequenceOutput
-from workers.backlog import Backlog
-from workers.batch import Batch, Fit, held
+from workers.admission import Admission
+from workers.batch import Batch
 from workers.blocks import BlockLedger, Holding
 from workers.outcomes import ChunkDone, Expected, FirstToken, SchedulerLimits, StepEvents
 from workers.plan import StepPlan, StepResult
-from workers.sequence import Kind, RequestState, Stage, Transfer, num_blocks_for
+from workers.running import Running, held
+from workers.sequence import Kind, RequestState, Stage, Transfer, load_of, num_blocks_for
 from workers.sequence import Sequence as Sample
 
 __all__ = ["ChunkDone", "Expected", "FirstToken", "Scheduler", "SchedulerLimits", "StepEvents"]
-
-MAX_HASHERS = 256
 
 
 class Scheduler:
@@ -55,15 +54,11 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.ledger = ledger
-        self._make_hasher = make_hasher
-        self._hashers: OrderedDict[tuple[str, str], BlockHasher] = OrderedDict()
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocab_size = vocab_size
-        self._batch = Batch(limits, ledger)
-        self._backlog = Backlog(limits.max_bypass)
+        self._running = Running(limits, ledger)
+        self._batch = Batch(limits, self._running)
+        self._admission = Admission(limits, self._running, make_hasher, frozenset(eos_token_ids), vocab_size)
+        self._backlog = self._admission.backlog
         self._requests: dict[RequestKey, RequestState] = {}
-        self._running_tickets: dict[RequestState, int] = {}
-        self._num_seen = 0
         self._next_deadline = float("inf")
 
     # -- intake: each raises Overloaded (backlog full) or InvalidRequest (would not fit an empty pool), changing nothing
@@ -83,70 +78,12 @@ class Scheduler:
         self._take(request, Kind.TICKET, now, peer).held_blocks = held_blocks
 
     def _take(self, request: Request, kind: Kind, now: float, peer: str = "") -> RequestState:
-        self._check(request, kind)
-        if len(self._backlog) >= self.limits.max_waiting:
-            raise Overloaded(
-                f"{len(self._backlog)} requests wait, at most {self.limits.max_waiting} may",
-                limit=self.limits.max_waiting,
-                actual=len(self._backlog),
-            )
-        self._num_seen += 1
-        state = RequestState(
-            request,
-            kind,
-            order=self._num_seen,
-            now=now,
-            hasher=self._hasher(request.adapter, request.cache_salt),
-            eos_token_ids=self._eos_token_ids,
-            max_context_tokens=self.limits.max_context_tokens,
-            peer=peer,
-        )
-        self._requests[request.key] = state
-        self._backlog.add(state)
-        self._watch(state.deadline)
-        return state
-
-    def _check(self, request: Request, kind: Kind) -> None:
-        key, num_prompt, limits = request.key, request.num_prompt_tokens, self.limits
+        key = request.key
         if key in self._requests:
             raise InvalidRequest(f"request {key.request_id}, attempt {key.attempt}, is here already", field="key")
-        if num_prompt >= limits.max_context_tokens:
-            raise ContextLengthExceeded(
-                f"prompt must leave room for a token in {limits.max_context_tokens}, got {num_prompt} tokens",
-                field="prompt",
-                limit=limits.max_context_tokens - 1,
-                actual=num_prompt,
-            )
-        if request.n > self._batch.num_rows and kind is not Kind.TICKET:
-            raise InvalidRequest.out_of_range("n", request.n, f"at most {self._batch.num_rows}, as many as can run")
-        longest = num_prompt
-        if kind is not Kind.TICKET:
-            longest = min(num_prompt + request.sampling.max_tokens - 1, limits.max_context_tokens)
-        num_blocks = num_blocks_for(longest, self.ledger.block_size)
-        if num_blocks > self.ledger.num_blocks:
-            raise InvalidRequest(
-                f"prompt and max_tokens must fit {self.ledger.num_blocks} blocks of {self.ledger.block_size} tokens, "
-                f"got {num_prompt} + {request.sampling.max_tokens} tokens, which need {num_blocks}",
-                field="max_tokens",
-                limit=self.ledger.num_blocks,
-                actual=num_blocks,
-            )
-        if self._vocab_size is not None:
-            if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocab_size:
-                bad = next(token for token in request.prompt_token_ids if not 0 <= token < self._vocab_size)
-                raise InvalidRequest.out_of_range("prompt token id", bad, f"from 0 to {self._vocab_size - 1}")
-            request.sampling.check_vocabulary(self._vocab_size)
-
-    def _hasher(self, adapter: str, cache_salt: str) -> BlockHasher:
-        domain = (adapter, cache_salt)
-        hasher = self._hashers.get(domain)
-        if hasher is None:
-            hasher = self._hashers[domain] = self._make_hasher(adapter, cache_salt)
-            if len(self._hashers) > MAX_HASHERS:
-                self._hashers.popitem(last=False)
-        else:
-            self._hashers.move_to_end(domain)
-        return hasher
+        state = self._requests[key] = self._admission.take(request, kind, now, peer)
+        self._watch(state.deadline)
+        return state
 
     # -- the decode side of a hand-off
 
@@ -154,12 +91,12 @@ class Scheduler:
         """Whether the claim budget has room for this expected request's ticket (tokens promised, not yet allocated)."""
         state = self._expected(key)
         state.asked = True
-        if self._batch.preempted or not self._backlog.may_start(state):
+        if self._running.preempted or not self._backlog.may_start(state):
             return False
         hits = self._hits(state)
         needed = num_blocks_for(state.request.num_prompt_tokens, self.ledger.block_size) - len(hits)
-        taken = self.ledger.num_blocks - self.ledger.available + self._batch.reserved_blocks
-        taken += self._batch.claimed_blocks
+        taken = self.ledger.num_blocks - self.ledger.available + self._running.reserved_blocks
+        taken += self._running.claimed_blocks
         room = int(self.limits.claim_fraction * self.ledger.num_blocks) - taken - self.ledger.num_idle(hits)
         return needed <= room or taken == 0
 
@@ -175,7 +112,7 @@ class Scheduler:
         state.held_blocks = state.num_landed = outlook.held_blocks
         state.trunk.set_published(outlook.held_blocks)
         state.claimed_blocks = outlook.num_prompt_blocks - outlook.held_blocks
-        self._batch.claimed_blocks += state.claimed_blocks
+        self._running.claimed_blocks += state.claimed_blocks
         self._backlog.started(state)
         return outlook
 
@@ -242,13 +179,13 @@ class Scheduler:
         trunk = state.trunk
         outputs = self._accept_first(state, first_tokens, cached_tokens, now)
         trunk.num_computed = trunk.num_scheduled = trunk.num_prompt
-        self._batch.publish(trunk)
+        self._running.publish(trunk)
         for output, sample in zip(outputs, state.samples, strict=True):
             if output.finish is not None:
                 sample.stage = Stage.ENDED
-            elif sample is trunk or self._batch.branch(trunk, sample):
+            elif sample is trunk or self._running.branch(trunk, sample):
                 sample.stage = Stage.ARRIVED
-                self._batch.arrived.append(sample)
+                self._running.arrived.append(sample)
         if outputs[0].finish is not None:
             self.ledger.close(held(trunk))
             trunk.holding = None
@@ -315,7 +252,7 @@ class Scheduler:
     def _publish_landed(self, state: RequestState) -> None:
         trunk = state.trunk
         trunk.num_computed = min(state.num_landed * self.ledger.block_size, trunk.num_prompt)
-        self._batch.publish(trunk)
+        self._running.publish(trunk)
 
     def _hits(self, state: RequestState) -> list[int]:
         num_full = (state.request.num_prompt_tokens - 1) // self.ledger.block_size
@@ -341,7 +278,7 @@ class Scheduler:
 
     def _unclaim(self, state: RequestState, num_blocks: int) -> None:
         state.claimed_blocks -= num_blocks
-        self._batch.claimed_blocks -= num_blocks
+        self._running.claimed_blocks -= num_blocks
 
     # -- the prefill side of a hand-off
 
@@ -386,8 +323,7 @@ class Scheduler:
 
     def _end(self, state: RequestState) -> None:
         del self._requests[state.key]
-        self._backlog.discard(state)
-        self._running_tickets.pop(state, None)
+        self._admission.ended(state)
         self._unclaim(state, state.claimed_blocks)
         for sample in state.samples:
             if sample.stage is Stage.WAITING:
@@ -396,7 +332,7 @@ class Scheduler:
                     sample.holding = None
                 sample.stage = Stage.ENDED
             elif sample.stage is not Stage.ENDED:
-                self._batch.leave(sample, Stage.ENDED)
+                self._running.leave(sample, Stage.ENDED)
 
     def _watch(self, deadline: float | None) -> None:
         if deadline is not None and deadline < self._next_deadline:
@@ -413,59 +349,11 @@ class Scheduler:
             batch.decode()
             batch.join_arrived()
             if batch.resume(now):
-                self._admit(now)
+                self._admission.admit(batch, now)
             batch.prefill()
             plan = batch.finish()
-            if plan is not None or not batch.break_deadlock():
+            if plan is not None or not self._running.break_deadlock():
                 return plan
-
-    def _admit(self, now: float) -> None:
-        """New prompts, by bounded bypass: who does not fit is passed by those behind it, but only so often."""
-        batch, backlog = self._batch, self._backlog
-        tries = pin_tries = self.limits.max_bypass + 1
-        for state in backlog.candidates():
-            if not batch.num_free_rows or tries == 0 or max(batch.prefill_room, batch.short_room) <= 0:
-                return
-            if state.kind is Kind.TICKET:
-                state.pin_blocked = pin_tries == 0 or not backlog.may_pin(state) or not self._may_pin(state)
-                if state.pin_blocked:
-                    pin_tries = max(pin_tries - 1, 0)
-                    continue
-            tries -= not self._try_to_start(state, now)
-
-    def _try_to_start(self, state: RequestState, now: float) -> bool:
-        batch, trunk = self._batch, state.trunk
-        if not self._backlog.may_start(state) or batch.rows_needed(trunk) > batch.num_free_rows:
-            return False
-        match batch.fit(trunk):
-            case Fit() as fit:
-                num_tokens = trunk.num_tokens - len(fit.hits) * self.ledger.block_size
-                if batch.prefill_room <= 0 and num_tokens > batch.short_room:
-                    return False
-                batch.start(trunk, fit, now)
-                self._backlog.started(state)
-                if state.kind is Kind.TICKET:
-                    self._running_tickets[state] = num_blocks_for(trunk.num_prompt, self.ledger.block_size)
-                return True
-            case _:
-                return False
-
-    def _may_pin(self, ticket: RequestState) -> bool:
-        """Whether the blocks of tickets, running and pinned, stay within their bounds with this one. The first always
-        may."""
-        needed = num_blocks_for(ticket.request.num_prompt_tokens, self.ledger.block_size)
-        total = self.ledger.num_pinned + sum(self._running_tickets.values())
-        if total and total + needed > self.limits.max_pinned_fraction * self.ledger.num_blocks:
-            return False
-        if self.limits.max_peer_pinned_fraction >= self.limits.max_pinned_fraction:
-            return True
-        of_peer = sum(blocks for state, blocks in self._running_tickets.items() if state.peer == ticket.peer)
-        of_peer += sum(
-            len(state.trunk.blocks)
-            for state in self._requests.values()
-            if state.peer == ticket.peer and state.trunk.stage is Stage.PINNED
-        )
-        return not of_peer or of_peer + needed <= self.limits.max_peer_pinned_fraction * self.ledger.num_blocks
 
     def apply(self, result: StepResult, now: float) -> StepEvents:
         """Takes the result of the oldest plan in flight."""
@@ -474,9 +362,7 @@ class Scheduler:
         batch.apply(result, now, events)
         for chunk in events.chunks:
             if chunk.last:
-                state = self._requests[chunk.key]
-                del self._running_tickets[state]
-                self._watch(held(state.trunk).deadline)
+                self._watch(held(self._requests[chunk.key].trunk).deadline)
         for state in batch.over:
             del self._requests[state.key]
         batch.over.clear()
@@ -487,39 +373,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything runs or waits to run here (expected requests that have not arrived do not)."""
-        return (
-            self._batch.has_work
-            or self._batch.num_forking > 0
-            or any(state.kind is not Kind.EXPECTED for state in self._backlog)
-        )
+        return self._running.has_work or any(state.kind is not Kind.EXPECTED for state in self._backlog)
 
     def load(self) -> Load:
-        return self._load_of(self._requests.values())
+        return load_of(self._requests.values())
 
     def load_of(self, keys: Sequence[RequestKey]) -> Load:
         """The part of the load that these requests are."""
-        return self._load_of(self._requests[key] for key in keys if key in self._requests)
-
-    def _load_of(self, states: Iterable[RequestState]) -> Load:
-        waiting = running = prefill_tokens = context_tokens = used = pinned = claimed = 0
-        for state in states:
-            claimed += state.claimed_blocks * self.ledger.block_size
-            for sample in state.samples:
-                used += len(sample.blocks)
-                match sample.stage:
-                    case Stage.RUNNING | Stage.ARRIVED:
-                        running += 1
-                        context_tokens += sample.num_tokens
-                        prefill_tokens += max(sample.num_tokens - sample.num_scheduled - 1, 0)
-                    case Stage.WAITING | Stage.PREEMPTED:
-                        waiting += 1
-                        if state.kind is not Kind.EXPECTED or sample.stage is Stage.PREEMPTED:
-                            prefill_tokens += sample.num_tokens
-                    case Stage.PINNED:
-                        pinned += len(sample.blocks)
-                    case Stage.ENDED:
-                        pass
-        return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
+        return load_of(self._requests[key] for key in keys if key in self._requests)
 
     def filled_positions(self) -> Iterator[int]:
         """For every sequence that holds blocks: positions whose KV is there or is being written. One that has ended and
@@ -535,7 +396,7 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Since the start."""
-        return self._batch.num_preemptions
+        return self._running.num_preemptions
 
     def counts(self) -> BlockCounts:
         return self.ledger.counts()

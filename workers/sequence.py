@@ -4,10 +4,11 @@ Both are mutable and owned by the scheduler's parts (`workers.scheduler`, `worke
 A request starts as one trunk sequence that computes the prompt; a request with n > 1 forks n of them from it.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
 from headrace.blocks import ROOT, BlockHasher, BlockId
-from headrace.values import FinishReason, Request, RequestKey, SequenceOutput, Timeline, TokenLogprobs, Usage
+from headrace.values import FinishReason, Load, Request, RequestKey, SequenceOutput, Timeline, TokenLogprobs, Usage
 from workers.blocks import Holding
 
 
@@ -276,3 +277,27 @@ class Sequence:
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
+
+
+def load_of(states: Iterable[RequestState]) -> Load:
+    """The part of a worker's load that these requests are. Parts sum to the whole: a block that several sequences share
+    counts for each (BlockCounts say what the pool holds)."""
+    waiting = running = prefill_tokens = context_tokens = used = pinned = claimed = 0
+    for state in states:
+        claimed += state.claimed_blocks * state.hasher.block_size
+        for sample in state.samples:
+            used += len(sample.blocks)
+            match sample.stage:
+                case Stage.RUNNING | Stage.ARRIVED:
+                    running += 1
+                    context_tokens += sample.num_tokens
+                    prefill_tokens += max(sample.num_tokens - sample.num_scheduled - 1, 0)
+                case Stage.WAITING | Stage.PREEMPTED:
+                    waiting += 1
+                    if state.kind is not Kind.EXPECTED or sample.stage is Stage.PREEMPTED:
+                        prefill_tokens += sample.num_tokens
+                case Stage.PINNED:
+                    pinned += len(sample.blocks)
+                case Stage.ENDED:
+                    pass
+    return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
