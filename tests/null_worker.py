@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import uvloop
 
 from headrace import wire
 from headrace.costmodel import CostModel
@@ -261,13 +262,16 @@ async def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--first-token", type=int, default=100, help="its id; those of later ones count on from it")
     parser.add_argument("--tokenizer", default="t1", help="the tokenizer's digest, as a router expects it")
     arguments = parser.parse_args()
     info = worker_info(max_num_seqs=arguments.max_num_seqs, tokenizer=arguments.tokenizer)
-    async with NullWorker(info, auto=True, step_seconds=arguments.step_seconds) as worker:
+    async with NullWorker(
+        info, auto=True, step_seconds=arguments.step_seconds, first_token=arguments.first_token
+    ) as worker:
         print(worker.address, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    uvloop.run(_main())
