@@ -14,17 +14,21 @@ import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from time import perf_counter
+from typing import Any
 
 import grpc
 import uvloop
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from headrace.config import RouterConfig
 from headrace.v1 import inference_pb2, inference_pb2_grpc
+from loadtests.report import Report, Row, add_arguments
 
 NUM_STREAMS = 256
 NUM_CHANNELS = 4
@@ -33,6 +37,7 @@ MODEL = "null"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 MAX_TOKENS = 60_000
 START_SECONDS = 60.0
+FLUSH_RATIO, COALESCED_TOK_S, ADDED_TTFT_MS = 0.6, 30_000, 5.0
 
 
 @dataclass
@@ -141,7 +146,7 @@ def generate_request(max_tokens: int = MAX_TOKENS) -> inference_pb2.GenerateRequ
     return inference_pb2.GenerateRequest(model=MODEL, text=PROMPT, sampling=sampling)
 
 
-async def grpc_tok_s(address: str, seconds: float) -> float:
+async def grpc_tok_s(address: str, seconds: float) -> list[float]:
     """Tokens per second of NUM_STREAMS concurrent streams, in a window that begins once all have their first."""
     meter = Meter()
 
@@ -160,26 +165,24 @@ async def grpc_tok_s(address: str, seconds: float) -> float:
             for _ in range(NUM_CHANNELS)
         ]
         stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        return await measured(
-            meter, [lambda at=at: stream(stubs[at % NUM_CHANNELS]) for at in range(NUM_STREAMS)], seconds
-        )
+        streams = [stream(stubs[at % NUM_CHANNELS]) for at in range(NUM_STREAMS)]
+        return await measured(meter, streams, seconds)
 
 
-async def measured(meter: Meter, streams: "list[Callable[[], Awaitable[None]]]", seconds: float) -> float:
-    tasks = [asyncio.ensure_future(stream()) for stream in streams]
+async def measured(meter: Meter, streams: Sequence[Coroutine[Any, Any, None]], seconds: float) -> list[float]:
+    tasks = [asyncio.ensure_future(stream) for stream in streams]
     try:
         async with asyncio.timeout(START_SECONDS):
             await meter.all_started.wait()
         await asyncio.sleep(seconds / 4)
-        loop = asyncio.get_running_loop()
-        before, began = meter.num_tokens, loop.time()
+        before, began = meter.num_tokens, perf_counter()
         await asyncio.sleep(seconds)
-        rate = (meter.num_tokens - before) / (loop.time() - began)
+        rate = (meter.num_tokens - before) / (perf_counter() - began)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return rate
+    return [rate]
 
 
 class SseReader(asyncio.Protocol):
@@ -202,7 +205,7 @@ class SseReader(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def sse_tok_s(address: str, seconds: float) -> float:
+async def sse_tok_s(address: str, seconds: float) -> list[float]:
     meter = Meter()
     host, port = address.split(":")
     body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True})
@@ -217,20 +220,19 @@ async def sse_tok_s(address: str, seconds: float) -> float:
         finally:
             transport.close()
 
-    return await measured(meter, [stream] * NUM_STREAMS, seconds)
+    return await measured(meter, [stream() for _ in range(NUM_STREAMS)], seconds)
 
 
 async def ttfts_ms(address: str, num_requests: int) -> list[float]:
     """Times to the first token at concurrency 1."""
-    loop = asyncio.get_running_loop()
     times = []
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         for _ in range(num_requests):
-            began = loop.time()
+            began = perf_counter()
             call = stub.Generate(generate_request(max_tokens=2))
             await call.read()
-            times.append((loop.time() - began) * 1e3)
+            times.append((perf_counter() - began) * 1e3)
             while await call.read() is not grpc.aio.EOF:
                 pass
     return times[num_requests // 5 :]
@@ -243,38 +245,92 @@ async def run(rounds: int, seconds: float, num_requests: int) -> dict[str, list[
         digest = write_checkpoint(folder)
         bare = await ends.enter_async_context(process("-m", "loadtests.bench_stream", "--serve-bare"))
         flushing = await ends.enter_async_context(router(folder, digest, 0.0))
-        coalescing = await ends.enter_async_context(router(folder, digest, 0.05))
-        measures: dict[str, Callable[[], Awaitable[float]]] = {
+        coalescing = await ends.enter_async_context(router(folder, digest, RouterConfig().coalesce_seconds))
+        measures: dict[str, Callable[[], Awaitable[list[float]]]] = {
             "bare_tok_s": lambda: grpc_tok_s(bare, seconds),
             "flush_tok_s": lambda: grpc_tok_s(flushing["grpc"], seconds),
             "coalesced_tok_s": lambda: grpc_tok_s(coalescing["grpc"], seconds),
             "sse_tok_s": lambda: sse_tok_s(coalescing["http"], seconds),
             "sse_flush_tok_s": lambda: sse_tok_s(flushing["http"], seconds),
+            "bare_ttft_ms": lambda: ttfts_ms(bare, num_requests),
+            "ttft_ms": lambda: ttfts_ms(coalescing["grpc"], num_requests),
         }
-        for _ in range(rounds):
+        for at in range(rounds):
             for name, measure in measures.items():
-                samples.setdefault(name, []).append(await measure())
-                print(f"{name}: {samples[name][-1]:,.0f}", file=sys.stderr, flush=True)
-            for name, address in (("bare_ttft_ms", bare), ("ttft_ms", coalescing["grpc"])):
-                samples.setdefault(name, []).extend(await ttfts_ms(address, num_requests))
-                print(f"{name}: {statistics.median(samples[name]):.2f}", file=sys.stderr, flush=True)
+                found = await measure()
+                samples.setdefault(name, []).extend(found)
+                print(
+                    f"round {at + 1} of {rounds}: {name} {statistics.median(found):,.2f}", file=sys.stderr, flush=True
+                )
     return samples
+
+
+def add_rows(report: Report, samples: dict[str, list[float]]) -> None:
+    """Ratios are those of the rounds: neighbours in time share the machine's mood."""
+    bare, peer_name = samples["bare_tok_s"], "bare grpc.aio, one hop"
+
+    def rate(name: str, must: float | None = None, note: str = "") -> Row:
+        ratio = statistics.median(ours / peer for ours, peer in zip(samples[name], bare, strict=True))
+        return Row(
+            name=name,
+            value=statistics.median(samples[name]),
+            unit="tok/s",
+            better="higher",
+            must=must,
+            samples=samples[name],
+            peer=statistics.median(bare),
+            peer_name=peer_name,
+            ratio=ratio,
+            note=note,
+        )
+
+    flush = rate("flush_tok_s", note=f"{NUM_STREAMS} gRPC streams, a message for every token")
+    report.add(flush)
+    report.add(
+        Row(
+            "flush_ratio",
+            flush.ratio or 0.0,
+            "ratio",
+            "higher",
+            must=FLUSH_RATIO,
+            samples=[ours / peer for ours, peer in zip(samples["flush_tok_s"], bare, strict=True)],
+            note="flush_tok_s against the bare server, by round",
+        )
+    )
+    report.add(rate("coalesced_tok_s", COALESCED_TOK_S, "first token at once, later ones wait under load alone"))
+    report.add(rate("sse_tok_s", note=f"{NUM_STREAMS} SSE streams, coalesced"))
+    report.add(rate("sse_flush_tok_s", note=f"{NUM_STREAMS} SSE streams, an event for every token"))
+    direct = statistics.median(samples["bare_ttft_ms"])
+    report.add(
+        Row(
+            "added_ttft_ms_p50",
+            statistics.median(samples["ttft_ms"]) - direct,
+            "ms",
+            "lower",
+            must=ADDED_TTFT_MS,
+            samples=samples["ttft_ms"],
+            peer=direct,
+            peer_name=peer_name,
+            note="at concurrency 1; samples are whole times to the first token",
+        )
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
     parser.add_argument("--serve-bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--requests", type=int, default=50, help="of each measurement of TTFT")
     options = parser.parse_args()
     if options.serve_bare:
         uvloop.run(serve_bare())
         return 0
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    samples = uvloop.run(run(options.rounds, options.seconds, options.requests))
-    print({k: statistics.median(v) for k, v in samples.items()})
-    return 0
+    report = Report("stream", ("grpcio", "protobuf", "uvloop", "uvicorn", "starlette", "tokenizers"))
+    add_rows(report, uvloop.run(run(options.rounds, options.seconds, options.requests)))
+    return report.close(options)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from router.intervals import Intervals
 from router.messages import check_messages, check_template_kwargs, check_tools
 from router.requests import Job, Piece
 from router.served import Models, ServedModel
@@ -19,12 +20,7 @@ from router.validate import Asked, Envelope, JobMaker, check_client_id, check_te
 INLINE_CHARACTERS = 4096
 
 _ANSWERS = Counter(metrics.ANSWERS, "Requests as clients saw them end, refusals included.", ["model", "outcome"])
-_ITL = Histogram(
-    metrics.ITL,
-    "Seconds between two messages to a client.",
-    ["model"],
-    buckets=[0.001 * 2**at for at in range(14)],
-)
+_ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
 
 
 class Streams(Protocol):
@@ -115,7 +111,7 @@ class Edge:
         """The job's pieces. Closing it early cancels the job."""
         if self._draining:
             raise Draining("this router is shutting down")
-        gap, now = _ITL.labels(job.model), self._clock.now
+        gap, now = _ITL.of(job.model), self._clock.now
         last: float | None = None
         self._num_in_flight += 1
         self._idle.clear()

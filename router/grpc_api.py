@@ -177,13 +177,11 @@ def asked(request: Any) -> Asked:
 
 
 def response(job: Job, piece: Piece) -> inference_pb2.GenerateResponse:
-    pb = inference_pb2.GenerateResponse(
-        request_id=job.request_id,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        finish_reason=piece.finish or "",
-    )
+    pb = inference_pb2.GenerateResponse(request_id=job.request_id, text=piece.text, token_ids=piece.token_ids)
+    if piece.index:
+        pb.index = piece.index
+    if piece.finish is not None:
+        pb.finish_reason = piece.finish
     for at in piece.logprobs:
         entry = pb.logprobs.add(token_id=at.token_id, logprob=at.logprob)
         for token_id, logprob in at.top:
