@@ -38,6 +38,9 @@ model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint fol
 demo: setup model  ## one command: a real model through prefill and decode workers on this machine (KEEP=1 leaves it serving)
 	$(PY)/headrace demo $(if $(KEEP),--keep)
 
+bench-stream: setup  ## what a router costs between a worker and 256 streams, beside a bare gRPC server
+	$(PY)/python -m loadtests.bench_stream --out docs/benchmarks/stream-cpu.json
+
 gpu-test:  ## the kernels on a CUDA device, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
 
@@ -48,4 +51,4 @@ bench-kernels:  ## each kernel against the card's own limits; the pull too where
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
