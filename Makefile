@@ -24,13 +24,15 @@ lint: setup  ## ruff, mypy, import-linter, generated code
 	$(PY)/lint-imports
 	$(PY)/mypy
 
-unit: setup  ## unit tests
-	$(PY)/pytest tests/unit -q
+unit: setup  ## unit tests, without those that need the small model or interpret kernels
+	$(PY)/pytest tests/unit -q -m "not model and not interpreter"
 
 check: lint unit  ## what a commit must pass; about a minute
 
 test: check model  ## everything that needs no GPU
-	$(PY)/pytest tests -q --ignore=tests/unit -m "not gpu and not gpu2"
+	$(PY)/pytest tests/unit -q -m interpreter
+	$(PY)/pytest tests/unit -q -m model
+	$(PY)/pytest tests -q --ignore=tests/unit --ignore=tests/gpu
 
 model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint folder
 	$(PY)/headrace model fetch smollm2-135m-instruct --to models/smollm2-135m-instruct

@@ -193,7 +193,7 @@ async def test_a_deadline_travels_as_time_left(tiny: Text) -> None:
         await core.ended.wait()
     seconds_left = core.jobs[0].seconds_left
     assert seconds_left is not None
-    assert 0 < seconds_left <= 0.2
+    assert 0 < seconds_left < 0.25  # gRPC counts a deadline up to its next tick
 
 
 @pytest.mark.parametrize("text", ["not json", "[1", ""])
