@@ -50,7 +50,10 @@ bench-kernels:  ## each kernel against the card's own limits; the pull too where
 	$(GPU_PYTHON) -m loadtests.bench_kernels
 	@if [ "$$(nvidia-smi -L | wc -l)" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_kernels --pull; fi
 
+bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host's own Python
+	$(GPU_PYTHON) -m loadtests.bench_gpu
+
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: bench-gpu bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

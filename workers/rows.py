@@ -88,6 +88,7 @@ class Rows:
             num_decodes=plan.num_decodes,
             max_query=int(counts.max()),
             max_context=max_context,
+            prefill_lengths=tuple((item.num_tokens, item.start + item.num_tokens) for item in work[plan.num_decodes :]),
         )
         return StepInputs(
             token_ids_T=self._tensor(_token_ids(work, num_tokens)),

@@ -24,11 +24,13 @@ from workers.returning import Returning
 from workers.rows import Rows, StepInputs
 from workers.sampler import Draw, Sampler
 from workers.spec import WorkerSpec
-from workers.weights import LoadProgress, load, no_progress
+from workers.weights import LoadProgress, Wanted, load, no_progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # shown, on the rank that draws, each plan and float32 logits [rows that draw, vocabulary] before anything adjusts them
 Observe = Callable[[StepPlan, Tensor], None]
+# fills what the model wants; told (done, wanted)
+Fill = Callable[[Checkpoint, tuple[Wanted, ...], LoadProgress], None]
 
 WARM_UP = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
 
@@ -93,6 +95,7 @@ class Runner:
         *,
         record_margins: bool = False,
         observe: Observe | None = None,
+        fill: Fill = load,
         progress: LoadProgress = no_progress,
     ) -> None:
         config, dtype = checkpoint.config, DTYPES[engine.dtype]
@@ -104,7 +107,7 @@ class Runner:
         self._engine = engine
         self._hidden_size, self._dtype = config.hidden_size, dtype
         self._model = Transformer(config, context, ops.choose(context.device), dtype, self.max_context_tokens)
-        load(checkpoint, self._model.wanted, progress)
+        fill(checkpoint, self._model.wanted, progress)
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
         blocks_per_row = -(-self.max_context_tokens // engine.block_size)
         self._rows = Rows(engine.max_num_seqs, blocks_per_row, engine.block_size, context.device)
