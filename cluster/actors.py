@@ -8,7 +8,7 @@ where an actor needs them: the controller names these classes too, and stays wit
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import ray
@@ -25,12 +25,16 @@ class EngineActor:
         self._grace_seconds = grace_seconds
         self._spec: WorkerSpec | None = None
         self._address: Future[str] = Future()
+        self._metrics_address = ""
         self._ended: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
 
     def open(self, spec: WorkerSpec) -> str:
         """Begins to serve, once: where the other ranks join. Loading goes on behind it; ready() waits for that."""
+        import uvloop
+        from prometheus_client import CollectorRegistry, start_http_server
+
         from workers.ranks import build_executor, listen
         from workers.service import serve
 
@@ -41,19 +45,30 @@ class EngineActor:
         async def serving() -> None:
             self._loop = asyncio.get_running_loop()
             executor = await asyncio.to_thread(build_executor, spec, rendezvous)
-            await serve(spec, executor, ready=self._is_ready, stop=self._stop, grace_seconds=self._grace_seconds)
+            registry = CollectorRegistry()
+            metrics, _ = start_http_server(0, spec.host, registry)
+            self._metrics_address = f"{spec.host}:{metrics.server_port}"
+            await serve(
+                spec,
+                executor,
+                ready=self._is_ready,
+                stop=self._stop,
+                grace_seconds=self._grace_seconds,
+                registry=registry,
+            )
 
-        run_on_thread("service", lambda: asyncio.run(serving()), self._ended)
+        run_on_thread("service", lambda: uvloop.run(serving()), self._ended)
         return address
 
-    def ready(self) -> str:
-        """Waits until all ranks are warm and the service listens: its address. Raises what it failed with."""
+    def ready(self) -> tuple[str, str]:
+        """Waits until all ranks are warm and the service listens: the addresses of its service and of its metrics. Raises
+        what it failed with."""
         self._ended.add_done_callback(self._never_ready)
-        return self._address.result()
+        return self._address.result(), self._metrics_address
 
-    def watch(self) -> None:
-        """Waits until the service has ended; raises what it ended with."""
-        self._ended.result()
+    def watch(self, seconds: float) -> bool:
+        """Whether the service ends within `seconds`; raises what it ended with."""
+        return ends_within(self._ended, seconds)
 
     def stop(self) -> None:
         """Drains: refuses new work, finishes what runs and what is pinned, cuts what the grace does not suffice for, and
@@ -62,10 +77,10 @@ class EngineActor:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._ended.result()
 
-    def describe(self) -> tuple[WorkerSpec | None, str | None]:
-        """Who this is, and where it serves (None while it does not)."""
+    def describe(self) -> tuple[WorkerSpec | None, tuple[str, str] | None]:
+        """Who this is, and where it serves, as ready() says it (None while it does not)."""
         serving = self._address.done() and not self._ended.done()
-        return self._spec, self._address.result() if serving else None
+        return self._spec, (self._address.result(), self._metrics_address) if serving else None
 
     def _is_ready(self, info: WorkerInfo) -> None:
         self._address.set_result(info.address)
@@ -87,15 +102,23 @@ class RankActor:
 
         run_on_thread(f"rank-{rank}", lambda: rank_main(address, spec.rendezvous_token, rank), self._ended)
 
-    def watch(self) -> None:
-        """Waits until the rank has ended; raises what it ended with."""
-        self._ended.result()
+    def watch(self, seconds: float) -> bool:
+        """Whether the rank ends within `seconds`; raises what it ended with."""
+        return ends_within(self._ended, seconds)
 
 
 def on_this_node(spec: WorkerSpec) -> WorkerSpec:
     """The spec as it holds here: an empty host becomes this node's address in the Ray cluster."""
     host = spec.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     return replace(spec, host=host, node=ray.get_runtime_context().get_node_id())
+
+
+def ends_within(ended: Future[None], seconds: float) -> bool:
+    """Bounded, so that the question of a controller that is gone does not hold a thread for good."""
+    done, _ = wait([ended], timeout=seconds)
+    if done:
+        ended.result()
+    return bool(done)
 
 
 def run_on_thread(name: str, work: Callable[[], None], ended: Future[None]) -> None:

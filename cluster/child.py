@@ -13,6 +13,7 @@ from cluster.session import SessionFolder, open_lock
 from headrace.errors import InternalError
 
 KILL_SECONDS = 5.0
+ORPHAN_SECONDS = 5.0
 
 
 class Child:
@@ -70,6 +71,17 @@ class Child:
         lines = self._folder.log(self.name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
         return InternalError(f"{self.name} ended with status {self._process.returncode}{last}", status=self.name)
+
+
+def end_leftovers(folder: SessionFolder) -> list[str]:
+    """Ends what an `up` that was killed left running, the router before Redis as in an orderly end; their names."""
+    session = folder.read()
+    if session is None:
+        return []
+    children = sorted(session.children.items(), reverse=True)
+    ended = [name for name, pid in children if end_orphan(folder, name, pid, ORPHAN_SECONDS)]
+    folder.clear()
+    return ended
 
 
 def end_orphan(folder: SessionFolder, name: str, pid: int, seconds: float) -> bool:

@@ -8,10 +8,10 @@ another controller leads, nothing is started, drained or removed; what serves go
 import asyncio
 import contextlib
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from cluster.pools import RayPools
+from cluster.pools import Addresses, RayPools
 from cluster.reconcile import (
     Action,
     Desired,
@@ -43,7 +43,7 @@ class _Worker:
     """One worker of this controller's table; changed by its own task and by the loop, on one event loop."""
 
     seen: ObservedWorker
-    address: str = ""
+    addresses: Addresses = field(default_factory=Addresses)
     task: asyncio.Task[None] | None = None
 
     def enter(self, phase: Phase, now: float, reason: str = "") -> None:
@@ -112,7 +112,7 @@ class Controller:
             seen = ObservedWorker(
                 pool, int(index), spec.generation, spec.role, spec.layout, Phase.READY, self._clock.now()
             )
-            worker = _Worker(seen, adopted.address)
+            worker = _Worker(seen, adopted.addresses)
             self._workers[spec.worker_id] = worker
             known = self._history.get(spec.worker_id, History())
             self._history[spec.worker_id] = known.started(max(spec.generation, known.generation))
@@ -130,7 +130,8 @@ class Controller:
                 layout=str(worker.seen.layout),
                 phase=worker.seen.phase.value,
                 in_phase_seconds=now - worker.seen.since,
-                address=worker.address,
+                address=worker.addresses.service,
+                metrics_address=worker.addresses.metrics,
                 reason=worker.seen.reason,
             )
             for _, worker in sorted(self._workers.items())
@@ -202,7 +203,7 @@ class Controller:
             self._changed.set()
 
         try:
-            worker.address = await self._pools.start(spec, progress)
+            worker.addresses = await self._pools.start(spec, progress)
         except HeadraceError as error:
             self._died(worker, error.message)
             return
@@ -226,7 +227,7 @@ class Controller:
         """Waits until the worker has been silent, or without progress by its own words, for SILENT_SECONDS; why."""
         good = self._clock.now()
         reason = ""
-        async with WorkerClient(worker.address) as client:
+        async with WorkerClient(worker.addresses.service) as client:
             while self._clock.now() - good < SILENT_SECONDS:
                 await asyncio.sleep(HEALTH_SECONDS)
                 try:
@@ -242,7 +243,7 @@ class Controller:
     def _died(self, worker: _Worker, reason: str) -> None:
         now = self._clock.now()
         slot = worker.seen.worker_id
-        if worker.seen.phase is Phase.DRAINING:
+        if worker.seen.phase in (Phase.DRAINING, Phase.DRAINED):
             worker.enter(Phase.DRAINED, now, worker.seen.reason)
         else:
             ready_seconds = now - worker.seen.since if worker.seen.phase is Phase.READY else 0.0
@@ -254,7 +255,7 @@ class Controller:
         before = worker.seen.role
         worker.seen = replace(worker.seen, role=action.role)
         try:
-            async with WorkerClient(worker.address) as client:
+            async with WorkerClient(worker.addresses.service) as client:
                 await client.set_role(action.role)
         except (WorkerLost, InternalError):
             worker.seen = replace(worker.seen, role=before)  # so that the next round asks again

@@ -19,7 +19,8 @@ import yaml
 
 from cluster import embedded, ray_session
 from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port
-from cluster.child import Child
+from cluster.child import Child, end_leftovers
+from cluster.model_cache import local_source
 from cluster.reconcile import Phase
 from cluster.session import Session, SessionFolder
 from cluster.state import ControlState, ObservedState, configured
@@ -54,9 +55,10 @@ Report = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A cluster that serves. `watch` returns only when it cannot go on, by raising why."""
+    """A cluster that serves. `children` are those that live now: watch() puts a new one in a dead one's place."""
 
     session: Session
+    folder: SessionFolder
     children: dict[str, Child]
 
 
@@ -66,6 +68,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """The cluster, serving. Nothing is started when the configuration, the model or a port is wrong."""
     with folder.owned():
+        await in_thread(end_leftovers, folder)
         config = await in_thread(_checked, config, report)
         async with contextlib.AsyncExitStack() as ends:
             children: dict[str, Child] = {}
@@ -92,14 +95,17 @@ async def running(
             await _start_router(folder, children, ends, report)
             await _router_ready(session, children[ROUTER], report)
             session = _record(folder, replace(session, ready=True), children)
-            yield Running(session, children)
+            yield Running(session, folder, children)
 
 
-async def watch(config_folder: SessionFolder, cluster: Running, report: Report) -> None:
-    """Starts the router and the embedded Redis again when they end; returns never."""
-    async with asyncio.TaskGroup() as tasks:
-        for name in list(cluster.children):
-            tasks.create_task(_keep_alive(name, config_folder, cluster, report))
+async def watch(cluster: Running, report: Report) -> None:
+    """Starts the router and the embedded Redis again when they end. Returns never; raises when one cannot be started."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name in list(cluster.children):
+                tasks.create_task(_keep_alive(name, cluster, report))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 # -- the steps, in order
@@ -108,7 +114,9 @@ async def watch(config_folder: SessionFolder, cluster: Running, report: Report) 
 def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
     """The configuration with every blank filled in: the model's folder, and ports where any would do."""
     report(Step("model", config.model))
-    checkpoint = check_checkpoint(config.model)
+    checkpoint = check_checkpoint(
+        local_source(config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}")))
+    )
     check_layouts(config, checkpoint)
     check_ports(config)
     router = config.router.model_copy(
@@ -226,9 +234,9 @@ async def _answers(url: str) -> None:
 # -- while it serves
 
 
-async def _keep_alive(name: str, folder: SessionFolder, cluster: Running, report: Report) -> None:
+async def _keep_alive(name: str, cluster: Running, report: Report) -> None:
     """Starts the child again each time that it ends, at once when it had lived long, else after a growing delay."""
-    clock = SystemClock()
+    clock, folder = SystemClock(), cluster.folder
     delay = 0.0
     while True:
         started = clock.now()

@@ -25,6 +25,7 @@ from headrace.values import ParallelLayout
 from workers.spec import WorkerSpec
 
 ADOPT_SECONDS = 10.0
+WATCH_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 MARGIN_SECONDS = 10.0
 
@@ -69,11 +70,19 @@ def parse_actor_name(name: str) -> tuple[str, int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a worker answers: its service (gRPC) and its metrics (HTTP)."""
+
+    service: str = ""
+    metrics: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """A worker of an earlier controller that still serves."""
 
     spec: WorkerSpec
-    address: str
+    addresses: Addresses
 
 
 class RayPools:
@@ -85,8 +94,8 @@ class RayPools:
         self._ranks: dict[tuple[str, int], list[Any]] = {}
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
 
-    async def start(self, spec: WorkerSpec, progress: Progress) -> str:
-        """Places and starts every rank; the service's address once the worker is warm. WorkerLost, or what a rank
+    async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
+        """Places and starts every rank; where the worker answers, once it is warm. WorkerLost, or what a rank
         failed with; whatever exists by then is remove()'s to end."""
         key = (spec.worker_id, spec.generation)
         placement = plan_placement(spec.layout, self._resources)
@@ -108,14 +117,14 @@ class RayPools:
             progress("loads")
             return await self._ready(key, ranks)
 
-    async def _ready(self, key: tuple[str, int], ranks: Sequence[Any]) -> str:
-        """The service's address. A rank that ends before it joined is noticed here: rank 0 would wait for it."""
+    async def _ready(self, key: tuple[str, int], ranks: Sequence[Any]) -> Addresses:
+        """Where the worker answers. A rank that ends before it joined is noticed here: rank 0 would wait for it."""
         ready = asyncio.ensure_future(_result(ranks[0].ready.remote()))
         ended = asyncio.ensure_future(self.ended(*key))
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
-                return str(ready.result())
+                return Addresses(*ready.result())
             raise WorkerLost(ended.result())
         finally:
             ready.cancel()
@@ -177,12 +186,12 @@ class RayPools:
             return None
         try:
             async with asyncio.timeout(ADOPT_SECONDS):
-                spec, address = await ranks[0].describe.remote()
+                spec, addresses = await ranks[0].describe.remote()
         except (RayError, TimeoutError):
             return None
-        if spec is None or address is None or len(ranks) != spec.layout.world_size:
+        if spec is None or addresses is None or len(ranks) != spec.layout.world_size:
             return None
-        return Adopted(spec, address)
+        return Adopted(spec, Addresses(*addresses))
 
     def _create(self, spec: WorkerSpec, place: RankPlace, group: PlacementGroup) -> Any:
         resources = dict(place.resources)
@@ -232,7 +241,8 @@ async def _result(reference: Any) -> Any:
 async def _watch(rank: Any) -> str:
     """Waits until the rank ends; why it did."""
     try:
-        await rank.watch.remote()
+        while not await rank.watch.remote(WATCH_SECONDS):
+            pass
     except (RayError, HeadraceError) as error:
         return why(error)
     return "ended"

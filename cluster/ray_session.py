@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from cluster.control_actor import NAME, ControlActor, namespace, rank_resources
-from cluster.pools import describe_resources
+from cluster.pools import describe_resources, why
 from headrace.config import ClusterConfig
-from headrace.errors import ConfigError, Unavailable
+from headrace.errors import ConfigError, InternalError, Unavailable
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,7 +64,10 @@ def start_controller(config: ClusterConfig, redis_url: str) -> None:
         )
         .remote(config.model_dump_json(), redis_url, host)
     )
-    ray.get(actor.ping.remote())
+    try:
+        ray.get(actor.ping.remote())
+    except RayError as error:
+        raise InternalError(f"the controller did not start: {why(error)}") from error
 
 
 def stop_controller(cluster: str, seconds: float) -> bool:

@@ -40,7 +40,7 @@ class WorkerRecord:
     phase: str
     in_phase_seconds: float
     address: str = ""
-    node: str = ""
+    metrics_address: str = ""
     reason: str = ""
 
 

@@ -49,7 +49,7 @@ class WorkerClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
         self._control = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> "WorkerClient":

@@ -6,7 +6,6 @@ computed by the prefill worker: then what is on the screen is not what Headrace 
 
 import asyncio
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from rich.console import Console
 from cluster.checks import port_is_free
 from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
+from cluster.model_cache import cache_folder
 from cluster.session import Session, SessionFolder
 from cluster.signals import Signals
 from cluster.talk import Answer, AsyncClient, Options, measured, timeline
@@ -66,8 +66,7 @@ def default_folder() -> pathlib.Path:
     here = pathlib.Path("models") / MODEL
     if (here / "config.json").is_file():
         return here
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "headrace" / "models" / MODEL
+    return cache_folder(MODEL)
 
 
 def demo_config(model: pathlib.Path) -> ClusterConfig:

@@ -6,11 +6,10 @@ import signal
 
 import click
 
-from cluster.child import end_orphan
+from cluster.child import end_leftovers
 from cluster.session import UP, Session, SessionFolder, find, wait_unlocked
 from headrace.errors import InternalError
 
-ORPHAN_SECONDS = 5.0
 CONTROLLER_SECONDS = 60.0
 
 
@@ -40,15 +39,8 @@ def _end(folder: SessionFolder, session: Session, seconds: float) -> None:
 
 def _clean_up(folder: SessionFolder, session: Session | None) -> str:
     """After an `up` that was killed: ends what it left behind. A Ray of its own ended with it."""
-    left: list[str] = []
-    if session is not None:
-        if session.ray_address and _stop_workers(session):
-            left.append("workers")
-        # The router before Redis, as in an orderly end.
-        for name, pid in sorted(session.children.items(), reverse=True):
-            if end_orphan(folder, name, pid, ORPHAN_SECONDS):
-                left.append(name)
-    folder.clear()
+    workers = ["workers"] if session is not None and session.ray_address and _stop_workers(session) else []
+    left = [*workers, *end_leftovers(folder)]
     return f"its `up` was gone already; ended what it left: {', '.join(left) or 'nothing'}"
 
 

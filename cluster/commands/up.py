@@ -66,7 +66,7 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
         try:
             async with running(config, str(path), folder, signals.after_ray(report)) as cluster:
                 ready(cluster.session)
-                await watch(folder, cluster, report)
+                await watch(cluster, report)
         except asyncio.CancelledError:
             if not signals.received:
                 raise

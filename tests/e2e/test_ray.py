@@ -6,7 +6,9 @@ The nodes have 2, 1 and 1 GPUs that nothing computes on: they stand for room, so
 import asyncio
 import contextlib
 import itertools
+import os
 import pathlib
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -16,7 +18,7 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 from cluster.control_actor import NAME, namespace
-from cluster.launch import Running, running
+from cluster.launch import Running, Step, running, watch
 from cluster.pools import actor_name
 from cluster.session import SessionFolder
 from cluster.snapshot import Snapshot, take
@@ -30,6 +32,7 @@ from headrace.config import (
     RedisConfig,
     RouterConfig,
 )
+from headrace.errors import Unavailable
 from headrace.store import connect
 from headrace.values import ParallelLayout
 from tests.tiny import make_checkpoint
@@ -157,6 +160,22 @@ async def test_a_new_controller_takes_over_what_serves_and_what_redis_lost(
         assert snapshot.desired == {"prefill": 1, "decode": 1}
         assert await asyncio.to_thread(ray.get, actor(NAME).ping.remote()) != first
         assert (await ask(cluster, "again"))[0] == expected
+
+
+async def test_a_killed_router_is_started_again(serving: Serving, expected: tuple[int, ...]) -> None:
+    async with serving(ONE, ONE) as cluster:
+        seen: asyncio.Queue[Step] = asyncio.Queue()
+        watching = asyncio.create_task(watch(cluster, seen.put_nowait))
+        os.kill(cluster.children["router"].pid, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not (step := await seen.get()).done:
+                assert "ended with status -9" in step.detail
+            while True:
+                with contextlib.suppress(Unavailable):
+                    assert (await ask(cluster))[0] == expected
+                    break
+        watching.cancel()
+        await asyncio.wait({watching})
 
 
 async def test_a_killed_rank_costs_its_worker_which_is_replaced_and_serves_again(

@@ -80,7 +80,7 @@ async def test_desired_and_observed_are_read_back_and_forgotten(store: Store) ->
     assert await state.observed() is None
     observed = ObservedState(
         "controller-1",
-        (WorkerRecord("decode-0", "decode", 3, "decode", "tp1·pp1", "ready", 1.5, "127.0.0.1:1", "node", ""),),
+        (WorkerRecord("decode-0", "decode", 3, "decode", "tp1·pp1", "ready", 1.5, "127.0.0.1:1", "127.0.0.1:2", ""),),
         {"decode": 1},
         {"decode-0": (3, 1, "rank 0: gone")},
     )
