@@ -40,8 +40,8 @@ model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint fol
 demo: setup model  ## one command: a real model through prefill and decode workers on this machine (KEEP=1 leaves it serving)
 	$(PY)/headrace demo $(if $(KEEP),--keep)
 
-bench-stream: setup  ## what a router costs between a worker and 256 streams, beside a bare gRPC server
-	$(PY)/python -m loadtests.bench_stream --out docs/benchmarks/stream-cpu.json
+bench-stream: setup  ## what a router costs between a worker and 256 streams, beside a bare gRPC server (GATE=1 fails on a miss)
+	$(PY)/python -m loadtests.bench_stream --out docs/benchmarks/stream-cpu.json $(if $(GATE),--gate)
 
 gpu-test:  ## the kernels on a CUDA device, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
