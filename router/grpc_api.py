@@ -15,9 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.client import ERROR_KEY, NUMBERS_KEY, RETRY_KEY
-from headrace.errors import ConfigError, HeadraceError, InternalError, InvalidRequest, meaning
+from headrace.errors import ConfigError, HeadraceError, InternalError, meaning
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.edge import Edge, encode
+from router.json_input import parse_json
 from router.requests import Job, Piece
 from router.validate import Asked, Envelope, check_text, check_token_ids
 
@@ -233,9 +234,4 @@ def _metadata(context: Any) -> dict[str, str]:
 
 
 def _json(field: str, text: str) -> Any:
-    if not text:
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field} must be JSON: {error}", field=field) from error
+    return parse_json(field, text, field) if text else None

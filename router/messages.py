@@ -4,11 +4,11 @@ The same conversation gives the same prompt however it was written: text in a li
 `developer` is the older `system`, and arguments of a tool call are an object even where they came as JSON text.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from router.json_input import parse_json
 from router.templates import RESERVED_KWARGS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -110,10 +110,7 @@ def _arguments(field: str, arguments: Any) -> dict[str, Any]:
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise _invalid(field, arguments, "an object, or one as JSON text") from error
+        arguments = parse_json(field, arguments, field)
     if not isinstance(arguments, dict):
         raise _invalid(field, arguments, "an object, or one as JSON text")
     return arguments

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.errors import InvalidRequest
 from headrace.values import MAX_LOGPROBS
+from router.json_input import parse_json
 from router.validate import Asked
 
 IGNORED = frozenset(
@@ -52,10 +53,7 @@ class _Body(BaseModel):
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """InvalidRequest for anything that is not a JSON object of known fields of the right types."""
-        try:
-            data = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body must be JSON: {error}") from error
+        data = parse_json("the body", raw)
         if not isinstance(data, dict):
             raise InvalidRequest(f"the body must be a JSON object, got {_JSON_NAMES[type(data)]}")
         return cls.build(data)

@@ -81,8 +81,12 @@ def test_developer_is_system() -> None:
             "messages[0].tool_calls[0] must be an object with a named function",
         ),
         (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+            "messages[0].tool_calls[0].function.arguments must be an object, or one as JSON text, got []",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "messages[0].tool_calls[0].function.arguments must be an object, or one as JSON text, got '{'",
+            "messages[0].tool_calls[0].function.arguments must be JSON: ",
         ),
     ],
 )

@@ -320,6 +320,7 @@ async def test_what_clients_commonly_send_and_nulls_are_accepted(client: httpx.A
         (b'"x"', "the body must be a JSON object, got a string"),
         (b"[" * 4000, "the body must be JSON"),
         (b'{"model": "tiny", "n": ' + b"9" * 5000 + b"}", "the body must be JSON"),
+        (b'{"temperature": ' + b"[" * 900 + b"]" * 900 + b"}", "nested at most 128 deep"),
         (b"{}", "model is required"),
     ],
 )
