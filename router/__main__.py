@@ -161,7 +161,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _open_text(models: Models, job: Job) -> TextStream:
-    return models.get(job.model).text.stream(job.stop, min_tokens=job.sampling.min_tokens)
+    text = models.get(job.model).text
+    return text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)
 
 
 def _refuse(models: Models, info: WorkerInfo) -> str | None:

@@ -85,7 +85,8 @@ class Edge:
     async def prompt_job(self, model_name: str, prompt: Any, asked: Asked, envelope: Envelope) -> Job:
         """A job from a prompt as text or token ids."""
         model = self.models.get(model_name)
-        return self._jobs.make(model, await self.prompt_tokens(model, prompt), asked, envelope)
+        token_ids = await self.prompt_tokens(model, prompt)
+        return self._jobs.make(model, token_ids, asked, envelope, continues=True)
 
     async def prompt_tokens(self, model: ServedModel, prompt: Any) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -24,7 +24,8 @@ from router.retry import Progress
 class Job:
     """A validated request as an edge hands it over. `sampling.seed` is drawn already; sample i differs by its index.
 
-    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit.
+    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit. `continues`: the
+    answer goes on from the prompt's own text, so that its first space belongs to it.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Job:
     cache_salt: str = ""
     seconds_left: float | None = None
     traceparent: str = ""
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

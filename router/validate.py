@@ -62,8 +62,16 @@ class JobMaker:
         self._limits = limits
         self._draw_seed = draw_seed
 
-    def make(self, model: ServedModel, prompt_token_ids: Sequence[int], asked: Asked, envelope: Envelope) -> Job:
-        """A Job, or InvalidRequest."""
+    def make(
+        self,
+        model: ServedModel,
+        prompt_token_ids: Sequence[int],
+        asked: Asked,
+        envelope: Envelope,
+        *,
+        continues: bool = False,
+    ) -> Job:
+        """A Job, or InvalidRequest. `continues` as in Job."""
         prompt = check_token_ids("prompt", prompt_token_ids, model.vocab_size)
         max_tokens = self._max_tokens(model, len(prompt), asked.max_tokens)
         given = {name: _number(name, getattr(asked, name)) for name in _NUMBERS if getattr(asked, name) is not None}
@@ -91,6 +99,7 @@ class JobMaker:
             cache_salt=_salt(asked.cache_salt),
             seconds_left=envelope.seconds_left,
             traceparent=envelope.traceparent if len(envelope.traceparent) <= MAX_TRACEPARENT_CHARACTERS else "",
+            continues=continues,
         )
 
     def _max_tokens(self, model: ServedModel, num_prompt_tokens: int, asked: Any) -> int:

@@ -61,7 +61,7 @@ class Scripted:
             self.ended.set()
 
     async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
-        stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens)
+        stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)
         for position, token_id in enumerate(token_ids):
             if self.gate is not None and position:
                 await self.gate.acquire()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pathlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.errors import Overloaded, WorkerLost
 from router.openai import OpenAi
 from router.openai_models import ONLY_DEFAULT, ChatBody, CompletionBody
 from router.text import Text
+from tests.unit.router.checkpoints import sentencepiece, write
 from tests.unit.router.scripted import Scripted, make_edge
 
 ANSWER = "The quick brown fox"
@@ -206,6 +208,18 @@ async def test_prompts_of_a_stream_come_together(client: httpx.AsyncClient) -> N
     for index in range(3):
         texts = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index]
         assert "".join(texts) == ANSWER
+
+
+async def test_a_completion_keeps_the_space_that_joins_it_to_its_prompt_and_a_chat_drops_it(
+    tmp_path: pathlib.Path, clock: ManualClock
+) -> None:
+    template = "{{ messages[0]['content'] }}"
+    core = Scripted(Text.load(write(tmp_path, sentencepiece(), template)), "The fox")
+    async with client_of(core, clock) as client:
+        completion = await client.post("/v1/completions", json={**COMPLETION, "prompt": "The"})
+        chat = await client.post("/v1/chat/completions", json=CHAT)
+    assert completion.json()["choices"][0]["text"] == " The fox"
+    assert chat.json()["choices"][0]["message"]["content"] == "The fox"
 
 
 @pytest.mark.parametrize("prompt", ["hi, ", [[10, 11]]])
