@@ -68,9 +68,11 @@ def abandonable(work: Callable[[], T], closing: Closing) -> T:
             if done.set_running_or_notify_cancel():
                 done.set_result(value)
 
-    closing.on_close(done.cancel)
-    threading.Thread(target=run, name="forming-link", daemon=True).start()
+    forget = closing.on_close(done.cancel)
+    threading.Thread(target=run, name="link-call", daemon=True).start()
     try:
         return done.result()
     except CancelledError:
         raise closing.error() from None
+    finally:
+        forget()

@@ -1,6 +1,7 @@
 """The pairwise gloo group that carries a link's payload, and how to end what blocks in it."""
 
 import contextlib
+import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class PairGroup:
             self._group = abandonable(form, pair.closing)
         except RuntimeError as error:
             raise self._failed(error) from error
-        pair.closing.on_close(self._abort)
+        pair.closing.on_close(lambda: threading.Thread(target=self._abort, name="link-abort", daemon=True).start())
 
     def send(self, tensor: Tensor) -> Work:
         """Starts sending; `tensor` must stay as it is until finish()."""
@@ -60,9 +61,10 @@ class PairGroup:
         return work
 
     def finish(self, work: Work) -> None:
-        """Blocks until the transfer is done. LinkClosed when the pair closes, or it takes too long."""
+        """Blocks until the transfer is done. LinkClosed at once when the pair closes, or when it takes too long; the call
+        into gloo is then left alone with its staging memory until it ends by itself."""
         try:
-            work.wait(self._timeout)
+            abandonable(lambda: work.wait(self._timeout), self._closing)
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -71,8 +73,8 @@ class PairGroup:
         return self._closing.error()
 
     def _abort(self) -> None:
-        """Ends whatever blocks in the group, at once. Its own abort() leaves a receive waiting until the timeout; but a
-        receive that times out closes this side for good, with all that waits in it. So one that can never succeed is
-        let time out."""
+        """Ends, mostly at once, what still blocks in the group. Its own abort() leaves a receive waiting until the timeout;
+        but a receive that times out closes this side for good, with what waits in it. So one that can never succeed is
+        let time out. Seen to miss under load, or to block itself: nobody waits for it."""
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.zeros(1)], self._peer, ABORT_TAG).wait(timedelta(milliseconds=1))
