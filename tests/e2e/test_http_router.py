@@ -302,4 +302,4 @@ def test_a_router_that_cannot_start_says_why(checkpoint: pathlib.Path, tmp_path:
         port = taken.getsockname()[1]
         assert f"router.http_port: cannot listen on 127.0.0.1:{port}" in last_words(http_port=port)
         assert f"router.grpc_port: cannot listen on 127.0.0.1:{port}" in last_words(grpc_port=port)
-    assert "router.colour: Extra inputs" in last_words(colour=1)
+    assert "router.colour: unknown key" in last_words(colour=1)
