@@ -43,7 +43,7 @@ demo: setup model  ## one command: a real model through prefill and decode worke
 bench-stream: setup  ## what a router costs between a worker and 256 streams, beside a bare gRPC server (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_stream --out docs/benchmarks/stream-cpu.json $(if $(GATE),--gate)
 
-gpu-test:  ## the kernels on a CUDA device, with the host's own Python
+gpu-test:  ## the kernels and the engine on a CUDA device, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
 
 bench-kernels:  ## each kernel against the card's own limits; the pull too where there are two devices

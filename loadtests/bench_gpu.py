@@ -65,7 +65,7 @@ def random_weights(checkpoint: Checkpoint, wanted: tuple[Wanted, ...], progress:
 class OneRank:
     """An engine without a service: plan, run, apply."""
 
-    def __init__(self, num_layers: int, num_blocks: int) -> None:
+    def __init__(self, num_layers: int, num_blocks: int, *, graphs: bool = True) -> None:
         folder = pathlib.Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": num_layers}), encoding="utf-8")
         engine = EngineConfig(
@@ -78,7 +78,9 @@ class OneRank:
             max_context_tokens=MAX_CONTEXT_TOKENS,
         )
         context = form(ParallelLayout(), 0, None, "nccl", device=torch.device("cuda", 0))
-        self.runner = Runner(Checkpoint.open(folder), ParallelLayout(), 0, engine, context, fill=random_weights)
+        self.runner = Runner(
+            Checkpoint.open(folder), ParallelLayout(), 0, engine, context, fill=random_weights, graphs=graphs
+        )
         self.scheduler = Scheduler(
             SchedulerLimits(MAX_NUM_SEQS, MAX_STEP_TOKENS, MAX_CONTEXT_TOKENS, 100_000, 10.0),
             BlockLedger(num_blocks, BLOCK_SIZE),
@@ -110,12 +112,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=32, help="fewer than 32 only to try the bench itself")
     parser.add_argument("--blocks", type=int, default=10_000)
+    parser.add_argument("--eager", action="store_true", help="every kernel launched from Python, no CUDA graphs")
     add_arguments(parser)
     arguments = parser.parse_args()
     card = torch.cuda.get_device_properties(0)
     report = Report("gpu", ("torch", "triton"), hardware=f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
     began = time.perf_counter()
-    engine = OneRank(arguments.layers, arguments.blocks)
+    engine = OneRank(arguments.layers, arguments.blocks, graphs=not arguments.eager)
     report.add(Row("ready_s", time.perf_counter() - began, "s", "lower", note="random weights made on the device"))
     draw = random.Random(0)
 

@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, SamplingParams, TokenLogprobs
 from kernels import ops
 from workers.checkpoint import Checkpoint
+from workers.graphs import DecodeGraphs
 from workers.layout import ModelShape, SlabLayout, shard
 from workers.models.transformer import Transformer
 from workers.parallel import RankContext, Store, Work, form
@@ -96,6 +97,7 @@ class Runner:
         record_margins: bool = False,
         observe: Observe | None = None,
         fill: Fill = load,
+        graphs: bool = True,
         progress: LoadProgress = no_progress,
     ) -> None:
         config, dtype = checkpoint.config, DTYPES[engine.dtype]
@@ -111,6 +113,11 @@ class Runner:
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
         blocks_per_row = -(-self.max_context_tokens // engine.block_size)
         self._rows = Rows(engine.max_num_seqs, blocks_per_row, engine.block_size, context.device)
+        self._graphs: DecodeGraphs | None = None
+        if graphs and context.device.type == "cuda" and layout.world_size == 1:
+            self._graphs = DecodeGraphs(
+                self._model, self.pool.tensor, engine.max_num_seqs, blocks_per_row, config.hidden_size
+            )
         self._sampler: Sampler | None = None
         if context.samples:
             self._sampler = Sampler(
@@ -130,6 +137,9 @@ class Runner:
         self.run(StepPlan(-2, (prompt,), 0, starts=(start,)))
         self.run(StepPlan(-1, (RowWork(0, length, 1, None),), 1))
         self.run(StepPlan(0, (), 0, ends=(0,)))
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.prepare()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -139,7 +149,7 @@ class Runner:
         if not plan.work:
             return StepResult(plan.number, ()) if self._context.samples else None
         inputs = self._rows.inputs(plan)
-        residual_TD = self._model.forward(self._enter(inputs), self.pool.tensor, inputs.batch)
+        residual_TD = self._forward(inputs)
         if not self._context.is_last_stage:
             self._pass_on(residual_TD)
             self._returning.expect(inputs.sample_rows)
@@ -167,12 +177,18 @@ class Runner:
             if self._sampler is not None:
                 self._sampler.start(start)
 
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """The residual stream that this stage ends with."""
+        if self._context.is_first_stage and inputs.late_at.shape[0]:
+            self._returning.collect()
+            self._rows.fill_late(inputs)
+        if self._graphs is not None and inputs.batch.num_decodes == inputs.num_tokens:
+            return self._graphs.forward(inputs.token_ids_T, inputs.batch)
+        return self._model.forward(self._enter(inputs), self.pool.tensor, inputs.batch)
+
     def _enter(self, inputs: StepInputs) -> Tensor:
         """The residual stream that this stage begins with."""
         if self._context.is_first_stage:
-            if inputs.late_at.shape[0]:
-                self._returning.collect()
-                self._rows.fill_late(inputs)
             return self._model.embed(inputs.token_ids_T)
         residual_TD = torch.empty(inputs.num_tokens, self._hidden_size, dtype=self._dtype, device=self._context.device)
         self._context.receive(residual_TD, self._context.stage - 1).wait()
@@ -197,7 +213,10 @@ class Runner:
                     self._observe(plan, logits_RV)
                 draws, source = _draws(self._sampler, plan)
                 drawn = self._sampler.sample(logits_RV if len(draws) == len(own_R) else logits_RV[source], draws)
-                own_R.copy_(drawn.token_ids_S[[i for i, draw in enumerate(draws) if draw.own]])
+                own = drawn.token_ids_S
+                if len(draws) > len(own_R):
+                    own = own[[i for i, draw in enumerate(draws) if draw.own]]
+                own_R.copy_(own)
                 token_ids, logprobs, margins = tuple(drawn.token_ids_S.tolist()), drawn.logprobs, drawn.margins
             self._returning.give(inputs.sample_rows, own_R)
         if self._sampler is None:
