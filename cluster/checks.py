@@ -11,8 +11,8 @@ from typing import Any
 
 from headrace.config import ClusterConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
-from workers.checkpoint import Checkpoint
-from workers.layout import shard
+from workers.kv.layout import shard
+from workers.models.checkpoint import Checkpoint
 
 MAX_HEADER_BYTES = 100 * 2**20
 

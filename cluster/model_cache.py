@@ -3,8 +3,8 @@
 import os
 import pathlib
 
-from workers import fetch
-from workers.gguf_source import Progress
+from workers.models import fetch
+from workers.models.gguf_source import Progress
 
 
 def cache_folder(name: str) -> pathlib.Path:

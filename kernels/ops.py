@@ -1,4 +1,4 @@
-"""The operations a model is made of, behind one Protocol: torch on a CPU, Triton on a CUDA device, chosen once.
+"""The operations a model is made of, behind one Protocol: torch on a CPU (`reference`), Triton on a CUDA device (`cuda`).
 
 Shape suffixes: T tokens of the step (flattened over rows), R rows, D model width, H query heads, K KV heads,
 G = H / K, E head dimension, F feed-forward width, V vocabulary (of this rank), S block size, N blocks of the pool,
@@ -8,7 +8,6 @@ L layers of this rank, P positions, B columns of the block table.
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -54,7 +53,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Rotates q and k by position (half-split pairing: dimension i with i + E/2; cos_sin_PE holds cos in its first
         half and sin in its second, float32) and writes k and v into the pool at batch.slots_T. Returns rotated q.
-        `pool` is [N, K, L, 2, S, E] (workers.layout.SlabLayout), `layer` local to this rank."""
+        `pool` is [N, K, L, 2, S, E] (workers.kv.layout.SlabLayout), `layer` local to this rank."""
         ...
 
     def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
@@ -65,14 +64,3 @@ class Ops(Protocol):
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         """silu(x[:, :F]) · x[:, F:]."""
         ...
-
-
-def choose(device: torch.device) -> Ops:
-    """The implementation for a device; made once, at start-up."""
-    if device.type == "cuda":
-        from kernels.cuda import CudaOps
-
-        return CudaOps(device)
-    from kernels.reference import ReferenceOps
-
-    return ReferenceOps()

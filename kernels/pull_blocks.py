@@ -43,7 +43,7 @@ class MappedWords:
 
 @dataclass(frozen=True, slots=True)
 class PullShape:
-    """What to read of each block, in 4-byte words of a slab [K, L, 2, S, E] (workers.layout.Piece, SlabLayout)."""
+    """What to read of each block, in 4-byte words of a slab [K, L, 2, S, E] (workers.kv.layout.Piece, SlabLayout)."""
 
     source_block_words: int
     source_head_words: int

@@ -23,9 +23,9 @@ from headrace.values import Request, RequestKey, SamplingParams
 from loadtests import traces
 from loadtests.report import Report, Row, add_arguments
 from loadtests.virtual_pair import PairLimits, VirtualPair
-from workers.blocks import BlockLedger
-from workers.plan import StepPlan, StepResult
-from workers.scheduler import Scheduler, SchedulerLimits
+from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 32
 VOCAB_SIZE = 32_000

@@ -22,13 +22,13 @@ from headrace.blocks import BlockHasher
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, Request, RequestKey, SamplingParams
 from loadtests.report import Report, Row, add_arguments, timed
-from workers.blocks import BlockLedger
-from workers.checkpoint import Checkpoint
-from workers.parallel import form
-from workers.plan import StepPlan, StepResult
-from workers.runner import Runner
-from workers.scheduler import Scheduler, SchedulerLimits
-from workers.weights import LoadProgress, Wanted
+from workers.models.checkpoint import Checkpoint
+from workers.models.parallel import form
+from workers.models.weights import LoadProgress, Wanted
+from workers.ranks.runner import Runner
+from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

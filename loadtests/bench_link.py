@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 
-from workers.layout import Piece, SlabLayout
-from workers.links.base import BlockPull
-from workers.links.gloo import GlooLink, GlooServer
-from workers.pool import KvPool
+from workers.kv.layout import Piece, SlabLayout
+from workers.kv.links.base import BlockPull
+from workers.kv.links.gloo import GlooLink, GlooServer
+from workers.kv.pool import KvPool
 
 # Llama-3.1-8B at tp 8 in bf16, blocks of 32 tokens: 0.5 MiB each.
 SLAB = SlabLayout(num_kv_heads=1, num_layers=32, block_size=32, head_dim=128, element_bytes=2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.pull_blocks import MappedWords, PullShape, count_stale, pull_blocks
 from kernels.tuning import PullTile, tuning_of
-from workers.links.device_memory import MappedMemory, receive_memory, send_memory
+from workers.kv.links.device_memory import MappedMemory, receive_memory, send_memory
 
 HEADS, LAYERS, LAYER_BYTES = 8, 32, 2 * 32 * 128 * 2
 BLOCK_BYTES = HEADS * LAYERS * LAYER_BYTES

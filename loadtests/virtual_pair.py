@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
 from headrace.values import Request, RequestKey, SequenceOutput
-from workers.blocks import BlockLedger, Holding
-from workers.plan import StepPlan, StepResult
-from workers.scheduler import ChunkDone, Scheduler, SchedulerLimits, StepEvents
+from workers.scheduling.blocks import BlockLedger, Holding
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits, StepEvents
 
 Block = tuple[int, int]
 

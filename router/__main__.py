@@ -26,13 +26,13 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.store import connect
 from headrace.values import WorkerInfo
 from router.core import Core, running_core
-from router.detokenize import TextStream
-from router.edge import Edge
+from router.edge.common import Edge
+from router.edge.grpc_api import Health, add_services, open_server
+from router.edge.openai import OpenAi
+from router.edge.validate import JobMaker
 from router.flight import Job
-from router.grpc_api import Health, add_services, open_server
-from router.openai import OpenAi
-from router.served import Models, load_models
-from router.validate import JobMaker
+from router.text.detokenize import TextStream
+from router.text.served import Models, load_models
 
 DRAIN_SECONDS = 30.0
 CLOSE_SECONDS = 2.0

@@ -10,9 +10,9 @@ from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
+from router.decisions.index import Index
 from router.flight import Job, TextStream
 from router.follow import Follow, Store
-from router.index import Index
 from router.mailbox import Pacer
 from router.requests import Requests
 from router.sessions import Sessions

@@ -16,8 +16,8 @@ from headrace.values import (
     TokenLogprobs,
     Usage,
 )
-from router.placement import Placed, Why
-from router.retry import Progress
+from router.decisions.placement import Placed, Why
+from router.decisions.retry import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Keys, decode_batch, decode_meta, parse_snapshot
-from router.index import Followed, Index, Outdated, Resync
+from router.decisions.index import Followed, Index, Outdated, Resync
 from router.sessions import Sessions
 
 log = logging.getLogger(__name__)

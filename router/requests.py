@@ -13,16 +13,16 @@ from headrace.blocks import BlockHasher
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
-from router.admission import Admission, Admitted, Queued, Shed
+from router.decisions.admission import Admission, Admitted, Queued, Shed
+from router.decisions.health import Health
+from router.decisions.index import Index
+from router.decisions.ledger import Ledger
+from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
+from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
+from router.decisions.view import View, worker_view
 from router.flight import Explanation, Flight, Job, Piece, RequestTimeline, TextStream
-from router.health import Health
-from router.index import Index
-from router.ledger import Ledger
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
-from router.placement import Ask, NoCapacity, Placed, Placement, place
-from router.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.sessions import Sessions
-from router.view import View, worker_view
 
 __all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, SamplingParams
-from workers.checkpoint import Checkpoint
-from workers.parallel import RankContext, form
-from workers.plan import RowStart, RowWork, StepPlan, StepResult
-from workers.runner import Runner
+from workers.models.checkpoint import Checkpoint
+from workers.models.parallel import RankContext, form
+from workers.ranks.runner import Runner
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 ENGINE = EngineConfig(num_blocks=64, block_size=8, max_num_seqs=8, max_step_tokens=128)
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)

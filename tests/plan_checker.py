@@ -12,9 +12,9 @@ from hashlib import blake2b
 
 from headrace.blocks import BlockHasher
 from headrace.values import FinishReason, Request, RequestKey, SamplingParams, SequenceOutput, TokenLogprobs
-from workers.blocks import BlockLedger, Hold
-from workers.plan import RowStart, RowWork, StepPlan, StepResult
-from workers.scheduler import Scheduler, SchedulerLimits, StepEvents
+from workers.scheduling.blocks import BlockLedger, Hold
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
+from workers.scheduling.scheduler import Scheduler, SchedulerLimits, StepEvents
 
 Cell = bytes
 EMPTY: Cell = b""

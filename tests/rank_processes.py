@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from headrace.values import ParallelLayout
-from workers.parallel import RankContext, form
+from workers.models.parallel import RankContext, form
 
 REPLY_SECONDS = 100.0
 

@@ -11,8 +11,8 @@ from random import Random
 from headrace.errors import InvalidRequest, Overloaded
 from headrace.values import Request, RequestKey, SamplingParams, SequenceOutput
 from tests.plan_checker import CheckedWorker, FakeModel
-from workers.blocks import Holding
-from workers.scheduler import ChunkDone, FirstToken, StepEvents
+from workers.scheduling.blocks import Holding
+from workers.scheduling.scheduler import ChunkDone, FirstToken, StepEvents
 
 Block = tuple[int, int]
 

@@ -9,7 +9,7 @@ from headrace.errors import HeadraceError, InvalidRequest, meaning
 from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import BlockCounts, Load, Role, WorkerInfo
 from workers.faults import Fault, Faults
-from workers.peers import Peers
+from workers.handoff.peers import Peers
 
 # What a link of this kind says about the pair: shown to operators.
 WHY_KIND = {"gloo": "the pools are in host memory"}

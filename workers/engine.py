@@ -20,10 +20,10 @@ from headrace.clock import Clock
 from headrace.costmodel import CostModel, OnlineFit
 from headrace.errors import HeadraceError, WorkerLost
 from headrace.values import Load, RequestKey, SequenceOutput
-from workers.executor import Executor
 from workers.faults import Faults
-from workers.plan import StepPlan, StepResult
-from workers.scheduler import ChunkDone, Scheduler
+from workers.ranks.executor import Executor
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import ChunkDone, Scheduler
 
 T = TypeVar("T")
 

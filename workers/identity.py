@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from headrace.blocks import HASH_VERSION
 from headrace.errors import ConfigError
 from headrace.values import Capacity, Compatibility, WorkerInfo
-from workers.checkpoint import Checkpoint
-from workers.executor import Executor
+from workers.models.checkpoint import Checkpoint
+from workers.ranks.executor import Executor
 from workers.spec import WorkerSpec
 
 

@@ -25,7 +25,7 @@ from headrace.errors import (
 )
 from headrace.values import PrefillTarget, Request, RequestKey, SequenceOutput
 from workers.engine import Engine
-from workers.handoff import NoRoom, Puller
+from workers.handoff.puller import NoRoom, Puller
 
 log = logging.getLogger(__name__)
 

@@ -21,22 +21,22 @@ from headrace.errors import Draining, HeadraceError, InternalError
 from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.values import BlockCounts, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
-from workers.blocks import BlockLedger
 from workers.control import ControlServicer
 from workers.engine import Engine, StepWork
-from workers.executor import Executor
 from workers.faults import Faults
-from workers.handoff import Puller
+from workers.handoff.messages import PeerHello
+from workers.handoff.peers import Peers
+from workers.handoff.puller import Puller
+from workers.handoff.tickets import Source
 from workers.identity import Identity
 from workers.intake import Intake, RouterSession
-from workers.messages import PeerHello
 from workers.meters import Meters
-from workers.peers import Peers
 from workers.publish import Publisher
-from workers.scheduler import ChunkDone, Scheduler, SchedulerLimits
+from workers.ranks.executor import Executor
+from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
 from workers.spec import WorkerSpec
 from workers.streams import TransferServicer, WorkerServicer
-from workers.tickets import Source
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from headrace import wire
 from headrace.errors import HeadraceError, IncompatiblePeer, InternalError, InvalidRequest
 from headrace.v1 import transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.values import PROTOCOL_VERSION, LoadReport, PrefillTarget, RequestKey, SequenceOutput, WorkerInfo
-from workers import messages
 from workers.engine import Engine
 from workers.faults import Faults
+from workers.handoff import messages
+from workers.handoff.messages import PeerHello
+from workers.handoff.tickets import Source
 from workers.intake import Intake, Placed, RouterSession
-from workers.layout import ModelShape
-from workers.messages import PeerHello
-from workers.tickets import Source
+from workers.kv.layout import ModelShape
 
 log = logging.getLogger(__name__)
 

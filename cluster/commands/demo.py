@@ -23,7 +23,7 @@ from cluster.signals import Signals
 from cluster.talk import Answer, AsyncClient, Options, measured, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
 from headrace.errors import InternalError
-from workers import fetch
+from workers.models import fetch
 
 MODEL = "smollm2-135m-instruct"
 QUESTIONS = ("What is the capital of France?", "Name one famous tower there.")

@@ -23,8 +23,8 @@ def fetch(source: str, target: pathlib.Path | None, as_json: bool) -> None:
     SOURCE is a known name (smollm2-135m-instruct), a .gguf file, a local folder or a hub id. What is there already is
     kept.
     """
-    from workers import fetch as source_of_models
-    from workers.checkpoint import Checkpoint
+    from workers.models import fetch as source_of_models
+    from workers.models.checkpoint import Checkpoint
 
     target = target or pathlib.Path("models") / pathlib.PurePath(source.rstrip("/")).name.removesuffix(".gguf")
     with Progress(

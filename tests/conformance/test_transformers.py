@@ -12,8 +12,8 @@ from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import ENGINE, Steps, alone, random_ids
 from tests.rank_processes import RankProcesses, rank_processes
 from tests.tiny import VARIANTS, make_variant
-from workers.parallel import RankContext
-from workers.plan import RowStart, RowWork
+from workers.models.parallel import RankContext
+from workers.scheduling.plan import RowStart, RowWork
 
 pytestmark = pytest.mark.torch
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.layout import Piece, SlabLayout
-from workers.links.base import BlockPull, KvLink, KvServer
-from workers.links.gloo import GlooLink, GlooServer
-from workers.pool import KvPool
+from workers.kv.layout import Piece, SlabLayout
+from workers.kv.links.base import BlockPull, KvLink, KvServer
+from workers.kv.links.gloo import GlooLink, GlooServer
+from workers.kv.pool import KvPool
 
 Hook = Callable[[int], None]
 

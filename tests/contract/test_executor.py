@@ -1,4 +1,4 @@
-"""The contract of workers.executor.Executor, kept by RankExecutor on plain rank processes."""
+"""The contract of workers.ranks.executor.Executor, kept by RankExecutor on plain rank processes."""
 
 import itertools
 import os
@@ -17,10 +17,9 @@ from headrace.config import EngineConfig, HandoffConfig
 from headrace.errors import CheckpointError, HeadraceError, IncompatiblePeer, LinkClosed, StaleBlocks, WorkerLost
 from headrace.values import ParallelLayout, Role, SamplingParams
 from tests.contract.toy_runner import NUM_BLOCKS, SHAPE, Toy
-from workers.executor import PeerRanks
-from workers.links.base import BlockPull
-from workers.plan import RowStart, RowWork, StepPlan
-from workers.ranks import RankExecutor, RankLimits, build_executor, listen, rank_main
+from workers.kv.links.base import BlockPull, PeerRanks
+from workers.ranks.group import RankExecutor, RankLimits, build_executor, listen, rank_main
+from workers.scheduling.plan import RowStart, RowWork, StepPlan
 from workers.spec import WorkerSpec
 
 pytestmark = pytest.mark.torch

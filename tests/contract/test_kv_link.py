@@ -1,4 +1,4 @@
-"""The contract of workers.links.base.KvLink and KvServer, kept by every implementation."""
+"""The contract of workers.kv.links.base.KvLink and KvServer, kept by every implementation."""
 
 import contextlib
 import json
@@ -28,9 +28,9 @@ from tests.contract.links import (
     filled_pool,
     pulls_of,
 )
-from workers.layout import Piece, SlabLayout
-from workers.links.base import BlockPull, KvLink, PullReceipt
-from workers.pool import KvPool
+from workers.kv.layout import Piece, SlabLayout
+from workers.kv.links.base import BlockPull, KvLink, PullReceipt
+from workers.kv.pool import KvPool
 
 pytestmark = pytest.mark.torch
 

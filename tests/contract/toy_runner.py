@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import CheckpointError
-from workers.layout import ModelShape, SlabLayout, shard
-from workers.plan import StepPlan, StepResult
-from workers.pool import KvPool
+from workers.kv.layout import ModelShape, SlabLayout, shard
+from workers.kv.pool import KvPool
+from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 
 SHAPE = ModelShape(num_layers=5, num_kv_heads=4, head_dim=8, num_heads=8)

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.client import AsyncClient
 from headrace.errors import Unavailable
 from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
-from router.text import Text
+from router.text.vocabulary import Text
 from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint, write_config
 from tests.null_worker import NullWorker
 

@@ -15,8 +15,8 @@ from headrace.errors import WorkerLost
 from headrace.v1 import control_pb2
 from headrace.values import SamplingParams
 from router.core import Core, running_core
+from router.decisions.placement import Candidate
 from router.flight import Job, Piece
-from router.placement import Candidate
 from tests.tiny import make_checkpoint
 from tests.unit.router.stage import collect, open_text
 from tests.worker_process import WorkerProcess, a_worker_process

@@ -11,8 +11,8 @@ from headrace.config import EngineConfig
 from headrace.values import ParallelLayout
 from tests.model_steps import Steps, random_ids
 from tests.tiny import make_variant
-from workers.parallel import form
-from workers.plan import RowWork
+from workers.models.parallel import form
+from workers.scheduling.plan import RowWork
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 

@@ -7,7 +7,7 @@ context can be served. Each has a file beside this one.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.layout import ModelShape
+from workers.kv.layout import ModelShape
 from workers.models.fields import Fields
 
 

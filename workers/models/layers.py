@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.parallel import RankContext
-from workers.weights import Span, Wanted
+from workers.models.parallel import RankContext
+from workers.models.weights import Span, Wanted
 
 
 @dataclass(frozen=True, slots=True)

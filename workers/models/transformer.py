@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionBatch, Ops
-from workers.layout import shard
+from workers.kv.layout import shard
 from workers.models.config import ModelConfig
 from workers.models.layers import ColumnLinear, Columns, Parts, RowLinear, Vocabulary
 from workers.models.rope import cos_sin_table
-from workers.parallel import RankContext
-from workers.weights import Wanted
+from workers.models.parallel import RankContext
+from workers.models.weights import Wanted
 
 
 class Transformer:

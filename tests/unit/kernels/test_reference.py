@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.ops import AttentionBatch, choose
+from kernels.choose import choose
+from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps
 from tests.unit.kernels.batches import filled_pool, paged_batch
 

@@ -3,7 +3,7 @@
 from headrace.costmodel import CostModel
 from headrace.values import Request, RequestKey, SamplingParams
 from loadtests.virtual_pair import PairLimits, VirtualPair
-from workers.scheduler import SchedulerLimits
+from workers.scheduling.scheduler import SchedulerLimits
 
 COST = CostModel(
     prefill_base_seconds=0.0,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.text import Text
+from router.text.vocabulary import Text
 from tests.unit.router.checkpoints import byte_level, write
 
 

@@ -12,11 +12,11 @@ from headrace.clock import ManualClock
 from headrace.config import LimitsConfig
 from headrace.errors import HeadraceError
 from headrace.values import Timeline, TokenLogprobs, Usage
-from router.edge import Edge
+from router.edge.common import Edge
+from router.edge.validate import JobMaker
 from router.requests import Job, Piece, RequestTimeline
-from router.served import Models, ServedModel
-from router.text import Text
-from router.validate import JobMaker
+from router.text.served import Models, ServedModel
+from router.text.vocabulary import Text
 
 CONTEXT = 64
 VOCABULARY = 500

@@ -9,12 +9,12 @@ from typing import Any
 
 from headrace.clock import Clock, SystemClock
 from headrace.values import SamplingParams
-from router.detokenize import Characters, Pieces, TextStream
+from router.decisions.index import Index
 from router.flight import Job, Piece
-from router.index import Index
 from router.mailbox import Pacer
 from router.requests import Requests
 from router.sessions import Sessions
+from router.text.detokenize import Characters, Pieces, TextStream
 from tests.null_worker import NullWorker
 
 PIECES = Pieces(lambda token_id: chr(token_id).encode())

@@ -15,8 +15,8 @@ from headrace import store as stores
 from headrace.clock import SystemClock
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys
+from router.decisions.index import Index, Outcome
 from router.follow import Follow
-from router.index import Index, Outcome
 from router.sessions import Sessions
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.publisher import Publisher, block

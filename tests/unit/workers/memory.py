@@ -15,10 +15,9 @@ import numpy as np
 
 from headrace.errors import LinkClosed, StaleBlocks, WorkerLost
 from headrace.values import ParallelLayout, SamplingParams, TokenLogprobs
-from workers.executor import PeerRanks
-from workers.layout import ModelShape
-from workers.links.base import BlockPull, PullReceipt
-from workers.plan import RowStart, RowWork, StepPlan, StepResult
+from workers.kv.layout import ModelShape
+from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 VOCAB = 997
 _numbers = count(1)
@@ -34,7 +33,7 @@ class _Row:
 
 
 class MemoryExecutor:
-    """Implements workers.executor.Executor. `hold_steps` and `hold_pulls` are gates: clear them to make work wait."""
+    """Implements workers.ranks.executor.Executor. `hold_steps` and `hold_pulls` are gates: clear them to make work wait."""
 
     layout = ParallelLayout()
     shape = ModelShape(num_layers=1, num_kv_heads=1, head_dim=1, num_heads=1)

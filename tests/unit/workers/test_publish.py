@@ -16,8 +16,8 @@ from headrace.leases import parse_lease
 from headrace.store import Breaker, Store, StoreUnavailable, connect
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
 from tests.unit.workers.rig import a_request, a_worker
-from workers.blocks import BlockLedger
 from workers.publish import Log, Publisher
+from workers.scheduling.blocks import BlockLedger
 
 BLOCKS = list(BlockHasher(revision="r", kv_format="f", block_size=1).chain(range(64)))
 INFO = WorkerInfo(

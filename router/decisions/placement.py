@@ -1,0 +1,300 @@
+"""Where a request runs: a pure function of the request and the view, which also says why (design 2.3).
+
+    filter → predict each candidate → price pairs among the best few, and decode alone → pick among near-equals
+
+All prices are seconds. A pair's price is what everyone waits because of it: the request's time to its first token,
+its output at the predicted TPOT, and, where the decode worker prefills by itself, the stall of those it decodes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from router.decisions.view import View, WorkerView
+
+BEST_FEW = 4
+EXPECTED_OUTPUT_TOKENS = 128
+NEAR_EQUAL_RATIO = 0.05
+NEAR_EQUAL_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker.
+
+    `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
+    `tie` in [0, 1) is drawn by the caller and picks among near-equals.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int
+    n: int = 1
+    cached_tokens: Mapping[str, int] | None = None
+    local_prefill_max_tokens: int = 0
+    decode: str | None = None
+    excluded: frozenset[str] = frozenset()
+    tie: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker in one role, with what was predicted of it. `refused` says why it was not considered."""
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    refused: str | None = None
+    cached_tokens: int = 0
+    wait_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    tpot_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A priced way to run the request; `prefill` None: the decode worker prefills alone."""
+
+    decode: str
+    prefill: str | None
+    ttft_seconds: float
+    transfer_seconds: float
+    tpot_seconds: float
+    stall_seconds: float
+    price_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Everything the decision was made from, and the decision: enough to make it again."""
+
+    ask: Ask
+    candidates: tuple[Candidate, ...]
+    pairs: tuple[Pair, ...] = ()
+    chosen: Pair | None = None
+    num_near_equals: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`prefill_tokens`: what the prefilling worker is expected to compute; `cached_tokens`: what it has."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    cached_tokens: int
+    prefill_tokens: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class NoCapacity:
+    """Nobody can take the request. `no_workers`: none that decodes is known; else all known ones were refused."""
+
+    reason: Literal["no_workers", "draining", "context", "excluded"]
+    why: Why
+
+
+Placement = Placed | NoCapacity
+
+
+def place(ask: Ask, view: View, now: float) -> Placement:
+    """The workers for a request, and why those."""
+    decodes, refused_decodes = _decode_candidates(ask, view, now)
+    prefills, refused_prefills = _prefill_candidates(ask, view, now)
+    candidates = (*decodes.values(), *prefills.values(), *refused_decodes, *refused_prefills)
+    if not decodes:
+        return NoCapacity(_why_none(refused_decodes), Why(ask, candidates, reason="nobody decodes"))
+    workers = {worker.worker_id: worker for worker in view.workers}
+    pairs = _priced(ask, workers, decodes, prefills)
+    chosen, num_near_equals = _pick(pairs, ask.tie)
+    decode = workers[chosen.decode]
+    prefill = workers[chosen.prefill] if chosen.prefill is not None else None
+    cached = _cached(ask, prefill or decode)
+    why = Why(ask, candidates, tuple(pairs), chosen, num_near_equals, _reason(chosen, decode, prefills))
+    return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, why)
+
+
+def _decode_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
+    taken: dict[str, Candidate] = {}
+    refused: list[Candidate] = []
+    for worker in view.workers:
+        if not worker.role.decodes or (ask.decode is not None and worker.worker_id != ask.decode):
+            continue
+        # A worker that owns the request already keeps it, whatever became of it since.
+        reason = None if ask.decode is not None else _refusal(ask, worker, now)
+        if reason is not None:
+            refused.append(Candidate(worker.worker_id, "decode", reason))
+            continue
+        num_sequences = max(worker.load.num_running + worker.load.num_waiting, 0) + ask.n
+        context = worker.load.context_tokens + ask.num_prompt_tokens
+        running = min(num_sequences, worker.info.capacity.max_num_seqs)
+        tpot = worker.cost.decode_step_seconds(running, context)
+        cached = _cached(ask, worker)
+        compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
+        taken[worker.worker_id] = Candidate(
+            worker.worker_id, "decode", None, cached, _room_seconds(ask, worker, tpot), compute, tpot
+        )
+    return _sound(taken, refused, "decode", view, now), refused
+
+
+def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
+    taken: dict[str, Candidate] = {}
+    refused: list[Candidate] = []
+    for worker in view.workers:
+        if not worker.role.prefills:
+            continue
+        reason = _refusal(ask, worker, now)
+        if reason is not None:
+            refused.append(Candidate(worker.worker_id, "prefill", reason))
+            continue
+        cached = _cached(ask, worker)
+        compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
+        taken[worker.worker_id] = Candidate(worker.worker_id, "prefill", None, cached, _queue_seconds(worker), compute)
+    return _sound(taken, refused, "prefill", view, now), refused
+
+
+def _refusal(ask: Ask, worker: WorkerView, now: float) -> str | None:
+    if worker.draining:
+        return "draining"
+    if worker.worker_id in ask.excluded:
+        return "excluded"
+    if ask.num_prompt_tokens + ask.max_tokens > worker.info.capacity.max_context_tokens:
+        return "context"
+    return None
+
+
+def _sound(
+    taken: dict[str, Candidate],
+    refused: list[Candidate],
+    role: Literal["prefill", "decode"],
+    view: View,
+    now: float,
+) -> dict[str, Candidate]:
+    """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
+    ejected = {worker.worker_id for worker in view.workers if worker.worker_id in taken and now < worker.ejected_until}
+    if len(ejected) == len(taken):
+        return taken
+    refused.extend(Candidate(worker_id, role, "ejected") for worker_id in sorted(ejected))
+    return {worker_id: candidate for worker_id, candidate in taken.items() if worker_id not in ejected}
+
+
+def _cached(ask: Ask, worker: WorkerView) -> int:
+    """Prompt tokens that need not be computed there: at least the last one always is."""
+    held = ask.cached_tokens.get(worker.worker_id, 0) if ask.cached_tokens else 0
+    return min(held, ask.num_prompt_tokens - 1)
+
+
+def _queue_seconds(worker: WorkerView) -> float:
+    """How long the prompts that wait on the worker take to compute, step by step."""
+    waiting = worker.load.waiting_prefill_tokens
+    steps = ceil(waiting / worker.info.capacity.max_step_tokens)
+    return steps * worker.cost.prefill_base_seconds + waiting * worker.cost.prefill_token_seconds
+
+
+def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
+    """How long until the worker has a free row and the blocks for this request: ended sequences make room, one every
+    `tpot` × half an expected output ÷ their number."""
+    running = max(worker.load.num_running, 1)
+    mean_tokens = max(worker.load.context_tokens // running, 1)
+    missing_rows = max(ask.n - worker.free_slots, 0)
+    missing_tokens = max(ask.num_prompt_tokens - worker.free_tokens, 0)
+    endings = max(missing_rows, ceil(missing_tokens / mean_tokens))
+    return endings * tpot * EXPECTED_OUTPUT_TOKENS / 2 / running
+
+
+def _priced(
+    ask: Ask, workers: Mapping[str, WorkerView], decodes: Mapping[str, Candidate], prefills: Mapping[str, Candidate]
+) -> list[Pair]:
+    best_decodes = sorted(decodes.values(), key=lambda c: c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds)
+    warmest = sorted(decodes.values(), key=lambda c: -c.cached_tokens)[:1]
+    best_prefills = sorted(prefills.values(), key=lambda c: c.wait_seconds + c.prefill_seconds)[: BEST_FEW + 1]
+    pairs: list[Pair] = []
+    for candidate in {c.worker_id: c for c in (*best_decodes[:BEST_FEW], *warmest)}.values():
+        decode = workers[candidate.worker_id]
+        partners = [p for p in best_prefills if _may_pair(decode, workers[p.worker_id])][:BEST_FEW]
+        pairs.extend(_pair(ask, decode, candidate, workers[p.worker_id], p) for p in partners)
+        if _may_prefill_alone(ask, decode, candidate, partners):
+            pairs.append(_alone(ask, decode, candidate))
+    return pairs
+
+
+def _may_pair(decode: WorkerView, prefill: WorkerView) -> bool:
+    """Two unified workers gain nothing by a hand-off that joining the better one would not give."""
+    return (
+        decode.worker_id != prefill.worker_id
+        and not (decode.role.prefills and prefill.role.decodes)
+        and decode.info.compatibility == prefill.info.compatibility
+    )
+
+
+def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partners: list[Candidate]) -> bool:
+    """A decode worker prefills where nobody else can, where little remains, or where it holds more than any other."""
+    remaining = ask.num_prompt_tokens - candidate.cached_tokens
+    return (
+        decode.role.prefills
+        or not partners
+        or remaining <= ask.local_prefill_max_tokens
+        or candidate.cached_tokens > max(partner.cached_tokens for partner in partners)
+    )
+
+
+def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate) -> Pair:
+    exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, on_prefill)
+    ttft = max(on_prefill.wait_seconds, on_decode.wait_seconds) + on_prefill.prefill_seconds + exposed
+    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, exposed, 0.0)
+
+
+def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
+    ttft = max(_queue_seconds(decode), candidate.wait_seconds) + candidate.prefill_seconds
+    stall = candidate.prefill_seconds * decode.load.num_running
+    return _price(ask, decode, None, candidate.tpot_seconds, ttft, 0.0, stall)
+
+
+def _price(
+    ask: Ask, decode: WorkerView, prefill: str | None, tpot: float, ttft: float, transfer: float, stall: float
+) -> Pair:
+    price = ttft + tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS) + stall
+    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price)
+
+
+def _exposed_transfer_seconds(
+    ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate
+) -> float:
+    """The part of the transfer that no computation hides: at least the last chunk's blocks, and whatever of the rest
+    takes longer than the chunks before it."""
+    block_size = decode.info.compatibility.block_size
+    num_blocks = ceil((ask.num_prompt_tokens - on_decode.cached_tokens) / block_size)
+    num_chunks = max(
+        ceil((ask.num_prompt_tokens - on_prefill.cached_tokens) / prefill.info.capacity.max_step_tokens), 1
+    )
+    last_blocks = min(num_blocks, ceil(prefill.info.capacity.max_step_tokens / block_size))
+    block_bytes = decode.info.capacity.block_bytes
+    hidden = on_prefill.prefill_seconds * (num_chunks - 1) / num_chunks
+    last = decode.cost.transfer_seconds(last_blocks * block_bytes)
+    return max(last, decode.cost.transfer_seconds(num_blocks * block_bytes) - hidden)
+
+
+def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
+    """Reports are up to half a second old: near-equals are drawn, or every router would pile onto the same one.
+    Near is near in what depends on the workers' queues and caches; a hand-off and none are never equal."""
+    best = min(pairs, key=lambda pair: pair.price_seconds)
+    limit = best.price_seconds + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
+    near = [p for p in pairs if p.price_seconds <= limit and (p.prefill is None) == (best.prefill is None)]
+    return near[min(int(tie * len(near)), len(near) - 1)], len(near)
+
+
+def _reason(chosen: Pair, decode: WorkerView, prefills: Mapping[str, Candidate]) -> str:
+    if chosen.prefill is not None:
+        return "pair"
+    if decode.role.prefills:
+        return "unified"
+    return "alone" if prefills else "no_prefill_workers"
+
+
+def _why_none(refused: list[Candidate]) -> Literal["no_workers", "draining", "context", "excluded"]:
+    reasons = {candidate.refused for candidate in refused}
+    if "context" in reasons:
+        return "context"
+    if "excluded" in reasons:
+        return "excluded"
+    return "draining" if "draining" in reasons else "no_workers"

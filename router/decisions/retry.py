@@ -1,0 +1,68 @@
+"""What follows a failure: place again, another prefill worker, prefill alone, or an end. Pure.
+
+A request that has given no token yet can begin anew on any worker, and its client never learns of it. One whose client
+has seen tokens ends with the error: its sampling state lives where it ran, and a finish is never made up.
+"""
+
+from dataclasses import dataclass, replace
+
+from headrace.errors import HeadraceError, WorkerLost, meaning
+from headrace.values import RequestKey
+from router.decisions.placement import Placed
+
+MAX_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request came. `excluded`: workers that failed it before."""
+
+    key: RequestKey
+    decode: str
+    num_tokens: int
+    excluded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceAgain:
+    """The whole request, on workers outside `excluded`, as `key`."""
+
+    key: RequestKey
+    excluded: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAgain:
+    """The decode worker keeps the request and gets another prefill worker, or none, as `key`."""
+
+    key: RequestKey
+    excluded: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    error: HeadraceError
+
+
+def after_rejection(progress: Progress, error: HeadraceError) -> PlaceAgain | End:
+    """The decode worker did not take the request, or gave it up: it holds nothing of it any more."""
+    if not meaning(error).retryable or progress.num_tokens or progress.key.attempt >= MAX_ATTEMPTS:
+        return End(error)
+    return PlaceAgain(progress.key.next_attempt(), progress.excluded | {progress.decode})
+
+
+def after_worker_lost(progress: Progress, error: WorkerLost) -> PlaceAgain | End:
+    """The session to the decode worker ended, or is silent for too long."""
+    return after_rejection(progress, error)
+
+
+def after_peer_lost(progress: Progress, prefill: str, error: HeadraceError) -> PrefillAgain | End:
+    """The decode worker reports that the prefill worker failed it; the decode worker itself is well."""
+    if progress.key.attempt >= 2 * MAX_ATTEMPTS:
+        return End(error)
+    return PrefillAgain(progress.key.next_attempt(), progress.excluded | {prefill})
+
+
+def with_last_resort(placed: Placed, attempt: int) -> Placed:
+    """When attempts run out the decode worker prefills alone: that needs nobody else, so it can always be answered."""
+    return placed if attempt < MAX_ATTEMPTS else replace(placed, prefill=None)

@@ -1,0 +1,155 @@
+"""What both edges do alike: who may ask, a prompt to tokens, a job to its pieces, and what is counted of it."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from prometheus_client import Counter
+
+from headrace import metrics
+from headrace.clock import Clock
+from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from router.edge.messages import check_messages, check_template_kwargs, check_tools
+from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
+from router.intervals import Intervals
+from router.requests import Job, Piece
+from router.text.served import Models, ServedModel
+
+INLINE_CHARACTERS = 4096
+
+_ANSWERS = Counter(metrics.ANSWERS, "Requests as clients saw them end, refusals included.", ["model", "outcome"])
+_ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
+
+
+class Streams(Protocol):
+    """What an edge needs of router.requests.Requests."""
+
+    def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
+
+
+class Edge:
+    """One per router. Owns the count of the requests in flight and whether new ones are taken.
+
+    `unready` says why no request could be served just now, or None. `draw_id` gives a new short id.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        jobs: JobMaker,
+        requests: Streams,
+        clock: Clock,
+        *,
+        unready: Callable[[], str | None],
+        draw_id: Callable[[], str],
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        self.models = models
+        self._jobs = jobs
+        self._requests = requests
+        self._clock = clock
+        self._unready = unready
+        self._draw_id = draw_id
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._num_in_flight = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def authorise(self, authorization: str | None) -> None:
+        """Unauthenticated unless the header carries one of the configured keys; with none configured, all may ask."""
+        if not self._api_keys:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
+        raw = key.strip().encode(errors="replace")
+        if not any(hmac.compare_digest(raw, known) for known in self._api_keys):
+            raise Unauthenticated("the API key is not known here")
+
+    def new_id(self, client_id: str = "") -> str:
+        """The id of a request: the client's own, else a new one. Between processes it has a name of the router's."""
+        return check_client_id(client_id) or self._draw_id()
+
+    def unready(self) -> str | None:
+        """Why this router should get no new requests, or None."""
+        return "draining" if self._draining else self._unready()
+
+    async def drain(self) -> None:
+        """Takes no new requests from now on; returns when those in flight have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def prompt_job(self, model_name: str, prompt: Any, asked: Asked, envelope: Envelope) -> Job:
+        """A job from a prompt as text or token ids."""
+        model = self.models.get(model_name)
+        token_ids = await self.prompt_tokens(model, prompt)
+        return self._jobs.make(model, token_ids, asked, envelope, continues=True)
+
+    async def prompt_tokens(self, model: ServedModel, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest.out_of_range("prompt", prompt, "at least 1 character")
+            return await encode(model, check_text("prompt", prompt), add_special_tokens=True)
+        if isinstance(prompt, list):
+            return check_token_ids("prompt", prompt, model.vocab_size)
+        raise InvalidRequest.out_of_range("prompt", prompt, "a string or a list of token ids")
+
+    async def chat_job(
+        self, model_name: str, messages: Any, tools: Any, template_kwargs: Any, asked: Asked, envelope: Envelope
+    ) -> Job:
+        """A job from messages, through the model's chat template."""
+        model = self.models.get(model_name)
+        rendered = model.text.render(
+            check_messages(messages), check_tools(tools), check_template_kwargs(template_kwargs)
+        )
+        token_ids = await encode(model, check_text("messages", rendered), add_special_tokens=False)
+        return self._jobs.make(model, token_ids, asked, envelope)
+
+    async def relay(self, job: Job) -> AsyncGenerator[Piece]:
+        """The job's pieces. Closing it early cancels the job."""
+        if self._draining:
+            raise Draining("this router is shutting down")
+        gap, now = _ITL.of(job.model), self._clock.now
+        last: float | None = None
+        self._num_in_flight += 1
+        self._idle.clear()
+        try:
+            async with aclosing(self._requests.stream(job)) as pieces:
+                async for piece in pieces:
+                    at = now()
+                    if last is not None:
+                        gap.observe(at - last)
+                    last = at
+                    yield piece
+        finally:
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._idle.set()
+
+    @contextmanager
+    def counted(self, model_name: str, *, refusals_only: bool = False) -> Iterator[None]:
+        """Counts how a request ended: ok, cancelled, or the type of its error; what came before its answer counts only
+        when it is refused there."""
+        outcome: str | None = "cancelled"
+        try:
+            yield
+            outcome = None if refusals_only else "ok"
+        except HeadraceError as error:
+            outcome = error.type
+            raise
+        except Exception:
+            outcome = InternalError.__name__
+            raise
+        finally:
+            if outcome is not None:
+                _ANSWERS.labels(self.models.label(model_name), outcome).inc()
+
+
+async def encode(model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Long texts are encoded on a thread: streams go on meanwhile."""
+    if len(text) <= INLINE_CHARACTERS:
+        return model.text.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(model.text.encode, text, add_special_tokens=add_special_tokens)

@@ -1,0 +1,284 @@
+"""The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics).
+
+An error before the first token is an HTTP error. After the 200 of a stream it is one `data: {"error": …}` event, after
+which the stream ends without `[DONE]`: a client can tell it from a finished answer, and the openai SDK raises.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.errors import HeadraceError, InternalError, InvalidRequest
+from router.edge import sse
+from router.edge.common import Edge
+from router.edge.http_errors import error_body, error_response, http_error_response
+from router.edge.openai_models import ChatBody, CompletionBody
+from router.edge.openai_replies import ChatReply, CompletionReply, Head, Reply
+from router.edge.together import together
+from router.edge.validate import Envelope
+from router.requests import Job, Piece
+from router.text.served import ServedModel
+
+MAX_CHOICES = 1024
+_log = logging.getLogger(__name__)
+
+
+class OpenAi:
+    """The handlers. They own nothing: an answer lives in the call that gives it. `wall_seconds` is Unix time."""
+
+    def __init__(self, edge: Edge, max_body_bytes: int, wall_seconds: Callable[[], float]) -> None:
+        self._edge = edge
+        self._max_body_bytes = max_body_bytes
+        self._wall_seconds = wall_seconds
+        self._started = int(wall_seconds())
+
+    def app(self) -> ASGIApp:
+        app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
+                Route("/health", self.health),
+                Route("/ready", self.ready),
+                Route("/metrics", self.metrics),
+            ],
+            exception_handlers={HeadraceError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+        )
+        return _Gate(app, self._edge)
+
+    async def health(self, request: Request) -> Response:
+        """This process answers; nothing is said about workers."""
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, request: Request) -> Response:
+        reason = self._edge.unready()
+        return PlainTextResponse("ready\n" if reason is None else f"{reason}\n", 200 if reason is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model(model) for model in self._edge.models]})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._model(self._edge.models.get(request.path_params["name"])))
+
+    def _model(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "headrace",
+            "root": model.revision,
+            "max_model_len": model.max_context_tokens,
+        }
+
+    async def chat(self, request: Request) -> sse.Answer:
+        body = ChatBody.parse(await self._body(request))
+        with self._edge.counted(body.model, refusals_only=True):
+            job = await self._edge.chat_job(
+                body.model,
+                body.messages,
+                body.template_tools(),
+                body.chat_template_kwargs,
+                body.asked(),
+                _envelope(request),
+            )
+        model = self._edge.models.get(body.model)
+        head = self._head("chatcmpl-", job.request_id, model)
+        reply = ChatReply(head, model.text, job.n, with_logprobs=body.logprobs)
+        return sse.Answer(lambda send: self._answer(send, body, [job], reply))
+
+    async def completions(self, request: Request) -> sse.Answer:
+        body = CompletionBody.parse(await self._body(request))
+        with self._edge.counted(body.model, refusals_only=True):
+            model = self._edge.models.get(body.model)
+            envelope, asked = _envelope(request), body.asked()
+            prompts = _prompts(body.prompt)
+            jobs = [
+                await self._edge.prompt_job(body.model, prompt, asked, _numbered(envelope, position, len(prompts)))
+                for position, prompt in enumerate(prompts)
+            ]
+            if len(jobs) * jobs[0].n > MAX_CHOICES:
+                raise InvalidRequest.out_of_range("n", jobs[0].n, f"at most {MAX_CHOICES} choices over all prompts")
+        echoes = tuple(
+            prompt if isinstance(prompt, str) else model.text.decode(prompt) for prompt in prompts if body.echo
+        )
+        reply = CompletionReply(
+            self._head("cmpl-", envelope.request_id, model),
+            model.text,
+            jobs[0].n,
+            len(jobs),
+            with_logprobs=body.logprobs is not None,
+            echoes=echoes,
+        )
+        return sse.Answer(lambda send: self._answer(send, body, jobs, reply))
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._max_body_bytes
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise HTTPException(413, f"the body must be at most {limit} bytes", {"connection": "close"})
+            parts.append(part)
+        return b"".join(parts)
+
+    def _head(self, prefix: str, request_id: str, model: ServedModel) -> Head:
+        return Head(
+            id=prefix + request_id,
+            created=int(self._wall_seconds()),
+            model=model.name,
+            fingerprint=f"fp_{model.revision[:12]}",
+        )
+
+    async def _answer(self, send: Send, body: ChatBody | CompletionBody, jobs: list[Job], reply: Reply) -> None:
+        """Writes the whole answer. Counted here, whichever way it ends; nothing but cancellation leaves it."""
+        streaming = False
+        try:
+            with self._edge.counted(body.model):
+                async with aclosing(self._pieces(jobs)) as pieces:
+                    if not body.stream:
+                        async for job, piece in pieces:
+                            reply.add(job, piece, keep=True)
+                    else:
+                        first = await anext(pieces)
+                        streaming = True
+                        await sse.start(send)
+                        await self._stream(send, body, jobs, reply, first, pieces)
+            if not body.stream:
+                whole = reply.whole() | ({"headrace": reply.timeline()} if body.headrace.timeline else {})
+                await JSONResponse(whole)({"type": "http"}, _nothing, send)
+        except Exception as error:
+            known = _known(error)
+            if streaming:
+                await sse.end(send, sse.event(error_body(known)))
+            else:
+                await error_response(known)({"type": "http"}, _nothing, send)
+
+    async def _stream(
+        self,
+        send: Send,
+        body: ChatBody | CompletionBody,
+        jobs: list[Job],
+        reply: Reply,
+        first: tuple[int, Piece],
+        pieces: AsyncGenerator[tuple[int, Piece]],
+    ) -> None:
+        options = body.stream_options
+        with_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+
+        async def write(position: int, piece: Piece) -> None:
+            chunks = reply.chunks(reply.add(position, piece, keep=False), piece)
+            if continuous:
+                usage: Any = {"usage": reply.usage_so_far(num_prompt_tokens)}
+                chunks = (chunk | usage for chunk in chunks)
+            elif with_usage:
+                chunks = (chunk | {"usage": None} for chunk in chunks)
+            if data := b"".join(map(sse.event, chunks)):
+                await sse.write(send, data)
+
+        await write(*first)
+        async for position, piece in pieces:
+            await write(position, piece)
+        last = reply.usage_chunk() if with_usage or body.headrace.timeline else None
+        if last is not None and body.headrace.timeline:
+            last["headrace"] = reply.timeline()
+        await sse.end(send, (sse.event(last) if last is not None else b"") + sse.DONE)
+
+    async def _pieces(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Piece]]:
+        """The pieces of all jobs as they come, with the job's position. The first job that fails ends them all."""
+        if len(jobs) == 1:
+            async with aclosing(self._edge.relay(jobs[0])) as pieces:
+                async for piece in pieces:
+                    yield 0, piece
+        else:
+            async with aclosing(together([self._edge.relay(job) for job in jobs])) as numbered:
+                async for item in numbered:
+                    yield item
+
+
+class _Gate:
+    """In front of /v1: the API key, and X-Request-Id on every answer. The rest is open to probes and scrapers."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app = app
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
+        try:
+            request_id = self._edge.new_id(given)
+            self._edge.authorise(headers.get(b"authorization"))
+        except HeadraceError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        scope["headrace.request_id"] = request_id
+        shown = (b"x-request-id", (given or request_id).encode("latin-1"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], shown]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _envelope(request: Request) -> Envelope:
+    return Envelope(request_id=request.scope["headrace.request_id"], traceparent=request.headers.get("traceparent", ""))
+
+
+def _numbered(envelope: Envelope, position: int, num_prompts: int) -> Envelope:
+    if num_prompts == 1:
+        return envelope
+    return Envelope(request_id=f"{envelope.request_id}-{position}", traceparent=envelope.traceparent)
+
+
+def _prompts(prompt: Any) -> Sequence[Any]:
+    """A string, a list of strings, a list of token ids, or a list of such lists: one prompt each."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > MAX_CHOICES:
+            raise InvalidRequest.out_of_range("prompt", f"{len(prompt)} prompts", f"at most {MAX_CHOICES} prompts")
+        return prompt
+    return [prompt]
+
+
+def _known(error: Exception) -> HeadraceError:
+    if isinstance(error, HeadraceError):
+        return error
+    _log.error("a request failed unforeseen", exc_info=error)
+    return InternalError(f"internal error: {type(error).__name__}")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return error_response(_known(error))
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return http_error_response(error)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    """The framework raises it again after this answer, and the server logs it."""
+    return error_response(InternalError(f"internal error: {type(error).__name__}"))
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,1 @@
+"""A model's words: chat templates, tokens, text, and which models are served."""

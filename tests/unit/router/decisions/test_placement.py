@@ -1,0 +1,229 @@
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.costmodel import CostModel
+from headrace.values import Load, Role
+from router.decisions.placement import Ask, NoCapacity, Placed, place
+from router.decisions.view import View, WorkerView
+from tests.null_worker import worker_info
+
+COST = CostModel(
+    prefill_base_seconds=0.01,
+    prefill_token_seconds=1e-3,
+    prefill_token_context_seconds=0.0,
+    decode_base_seconds=0.01,
+    decode_sequence_seconds=1e-3,
+    decode_context_token_seconds=1e-6,
+    transfer_base_seconds=1e-3,
+    transfer_bytes_per_second=1e9,
+)
+
+
+def worker(
+    name: str,
+    role: Role,
+    load: Load | None = None,
+    *,
+    free_blocks: int = 1000,
+    draining: bool = False,
+    ejected_until: float = 0.0,
+    revision: str = "r1",
+    max_num_seqs: int = 64,
+    cost: CostModel = COST,
+) -> WorkerView:
+    info = worker_info(name, role, block_size=32, revision=revision, max_num_seqs=max_num_seqs)
+    return WorkerView(info, role, load or Load(), cost, free_blocks, draining, ejected_until)
+
+
+def p(name: str, **fields: object) -> WorkerView:
+    return worker(name, Role.PREFILL, **fields)  # type: ignore[arg-type]
+
+
+def d(name: str, **fields: object) -> WorkerView:
+    return worker(name, Role.DECODE, **fields)  # type: ignore[arg-type]
+
+
+def u(name: str, **fields: object) -> WorkerView:
+    return worker(name, Role.UNIFIED, **fields)  # type: ignore[arg-type]
+
+
+ASK = Ask(num_prompt_tokens=1000, max_tokens=100)
+
+
+def placed(ask: Ask, *workers: WorkerView, now: float = 0.0) -> tuple[str, str | None]:
+    placement = place(ask, View(workers), now)
+    assert isinstance(placement, Placed), placement
+    return placement.decode.worker_id, placement.prefill.worker_id if placement.prefill else None
+
+
+def refused(ask: Ask, *workers: WorkerView) -> str:
+    placement = place(ask, View(workers), 0.0)
+    assert isinstance(placement, NoCapacity)
+    return placement.reason
+
+
+def test_one_of_each_makes_a_pair() -> None:
+    assert placed(ASK, p("p"), d("d")) == ("d", "p")
+
+
+def test_the_shorter_queue_prefills_and_the_smaller_batch_decodes() -> None:
+    busy_prefill = p("p1", load=Load(waiting_prefill_tokens=5000))
+    busy_decode = d("d1", load=Load(num_running=30, context_tokens=30_000))
+    assert placed(ASK, busy_prefill, p("p2"), busy_decode, d("d2")) == ("d2", "p2")
+
+
+def test_a_cached_prefix_attracts_as_far_as_it_saves_computation() -> None:
+    ask = replace(ASK, cached_tokens={"p1": 960})
+    assert placed(ask, p("p1", load=Load(waiting_prefill_tokens=500)), p("p2"), d("d"))[1] == "p1"
+    assert placed(ask, p("p1", load=Load(waiting_prefill_tokens=2000)), p("p2"), d("d"))[1] == "p2"
+
+
+def test_case_37_a_hot_prefix_does_not_draw_everything_to_one_worker() -> None:
+    """Placed one after the other with each counted: the holder of the prefix gets its share, and no more than it can."""
+    waiting = {"p1": 0, "p2": 0, "p3": 0}
+    for _ in range(60):
+        ask = Ask(num_prompt_tokens=4100, max_tokens=50, cached_tokens={"p1": 4096})
+        view = [p(name, load=Load(waiting_prefill_tokens=tokens)) for name, tokens in waiting.items()]
+        _, prefill = placed(ask, *view, d("d"))
+        assert prefill is not None
+        waiting[prefill] += 4 if prefill == "p1" else 4100
+    assert waiting["p2"] == waiting["p3"] == 0
+    for _ in range(60):  # cold prompts beside: they balance
+        view = [p(name, load=Load(waiting_prefill_tokens=tokens)) for name, tokens in waiting.items()]
+        _, prefill = placed(ASK, *view, d("d"))
+        assert prefill is not None
+        waiting[prefill] += 1000
+    assert max(waiting.values()) <= 1.25 * sum(waiting.values()) / 3
+
+
+def test_a_short_remainder_is_prefilled_where_it_decodes() -> None:
+    ask = replace(ASK, cached_tokens={"d": 960, "p": 960}, local_prefill_max_tokens=64)
+    assert placed(ask, p("p"), d("d")) == ("d", None)
+    assert placed(replace(ask, local_prefill_max_tokens=0), p("p"), d("d")) == ("d", "p")
+
+
+def test_decode_prefills_alone_where_it_holds_more_than_any_prefill_worker() -> None:
+    ask = replace(ASK, cached_tokens={"d": 960})
+    assert placed(ask, p("p"), d("d")) == ("d", None)
+    holds_more_but_stalls_many = d("d", load=Load(num_running=60, context_tokens=1))
+    assert placed(ask, p("p"), holds_more_but_stalls_many) == ("d", "p")
+
+
+def test_without_prefill_workers_decode_prefills_alone_and_why_says_so() -> None:
+    placement = place(ASK, View((d("d"), p("gone", draining=True))), 0.0)
+    assert isinstance(placement, Placed)
+    assert placement.prefill is None
+    assert placement.why.reason == "no_prefill_workers"
+    assert [(c.worker_id, c.refused) for c in placement.why.candidates if c.refused] == [("gone", "draining")]
+
+
+def test_a_pool_of_unified_workers_hands_nothing_off() -> None:
+    assert placed(ASK, u("u1", load=Load(num_running=9, context_tokens=900)), u("u2")) == ("u2", None)
+
+
+def test_a_prompt_is_computed_anew_up_to_its_last_token_even_when_all_is_held() -> None:
+    placement = place(replace(ASK, cached_tokens={"u": 1000}), View((u("u"),)), 0.0)
+    assert isinstance(placement, Placed)
+    assert (placement.cached_tokens, placement.prefill_tokens) == (999, 1)
+
+
+def test_case_61_only_compatible_workers_are_paired() -> None:
+    assert placed(ASK, p("p1", revision="old"), p("p2"), d("d")) == ("d", "p2")
+    assert placed(ASK, p("p1", revision="old"), d("d")) == ("d", None)
+
+
+def test_case_11_cache_does_not_override_health() -> None:
+    ask = replace(ASK, cached_tokens={"p1": 960})
+    ejected = p("p1", ejected_until=10.0)
+    assert placed(ask, ejected, p("p2"), d("d"), now=9.0) == ("d", "p2")
+    assert placed(ask, ejected, p("p2"), d("d"), now=10.0) == ("d", "p1")
+
+
+def test_where_all_are_ejected_refusing_everyone_would_help_nobody() -> None:
+    assert placed(ASK, p("p", ejected_until=9.0), d("d", ejected_until=9.0)) == ("d", "p")
+
+
+def test_nobody_is_a_closed_set_of_reasons() -> None:
+    assert refused(ASK) == "no_workers"
+    assert refused(ASK, p("p")) == "no_workers"
+    assert refused(ASK, p("p"), d("d", draining=True)) == "draining"
+    assert refused(replace(ASK, excluded=frozenset({"d"})), d("d")) == "excluded"
+    assert refused(replace(ASK, max_tokens=10**6), d("d")) == "context"
+
+
+def test_a_pinned_decode_worker_is_kept_and_only_the_prefill_is_placed() -> None:
+    ask = replace(ASK, decode="d1", excluded=frozenset({"p1"}))
+    busy = d("d1", load=Load(num_running=60, context_tokens=60_000), draining=True, ejected_until=9.0)
+    assert placed(ask, p("p1"), p("p2"), busy, d("d2")) == ("d1", "p2")
+    assert placed(ask, p("p1"), busy, d("d2")) == ("d1", None)
+
+
+def test_a_full_worker_waits_for_room_and_the_price_says_so() -> None:
+    full = d("d1", load=Load(num_running=4, context_tokens=400), max_num_seqs=4)
+    assert placed(ASK, p("p"), full, d("d2", load=Load(num_running=4, context_tokens=400)))[0] == "d2"
+    no_blocks = d("d1", free_blocks=2)
+    assert placed(ASK, p("p"), no_blocks, d("d2", load=Load(num_running=20, context_tokens=2000)))[0] == "d2"
+
+
+def test_near_equals_are_drawn_by_the_callers_number() -> None:
+    workers = (p("p"), d("d1"), d("d2"), d("d3"))
+    chosen = [placed(replace(ASK, tie=tie), *workers)[0] for tie in (0.0, 0.34, 0.67, 0.999)]
+    assert chosen == ["d1", "d2", "d3", "d3"]
+
+
+def test_why_holds_what_it_takes_to_decide_again() -> None:
+    view = View((p("p1"), p("p2", load=Load(waiting_prefill_tokens=300)), d("d1"), d("d2")))
+    placement = place(replace(ASK, tie=0.7), view, 0.0)
+    assert isinstance(placement, Placed)
+    why = placement.why
+    assert {(c.worker_id, c.role) for c in why.candidates} == {
+        ("p1", "prefill"),
+        ("p2", "prefill"),
+        ("d1", "decode"),
+        ("d2", "decode"),
+    }
+    assert {(pair.decode, pair.prefill) for pair in why.pairs} == {(a, b) for a in ("d1", "d2") for b in ("p1", "p2")}
+    best = min(why.pairs, key=lambda pair: pair.price_seconds)
+    near = [pair for pair in why.pairs if pair.price_seconds <= best.price_seconds + 0.05 * best.ttft_seconds + 1e-3]
+    assert why.num_near_equals == len(near)
+    assert why.chosen == near[int(0.7 * len(near))]
+
+
+ROLES = st.sampled_from(Role)
+LOADS = st.builds(
+    Load,
+    num_waiting=st.integers(0, 100),
+    num_running=st.integers(0, 100),
+    waiting_prefill_tokens=st.integers(0, 10**6),
+    context_tokens=st.integers(0, 10**6),
+    claimed_tokens=st.integers(0, 10**6),
+)
+
+
+@given(
+    st.lists(st.tuples(ROLES, LOADS, st.integers(0, 1000), st.booleans(), st.integers(0, 2000)), max_size=8),
+    st.integers(1, 5000),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_whatever_the_view_a_placement_is_sound(
+    drawn: list[tuple[Role, Load, int, bool, int]], num_prompt_tokens: int, tie: float
+) -> None:
+    workers = [
+        worker(f"w{at}", role, load, free_blocks=free, draining=draining)
+        for at, (role, load, free, draining, _) in enumerate(drawn)
+    ]
+    cached = {f"w{at}": tokens // 32 * 32 for at, (*_, tokens) in enumerate(drawn)}
+    ask = Ask(num_prompt_tokens, max_tokens=64, cached_tokens=cached, tie=tie)
+    match place(ask, View(tuple(workers)), 0.0):
+        case Placed() as result:
+            assert result.decode.role.decodes
+            assert not result.decode.draining
+            assert result.prefill is None or (result.prefill.role.prefills and not result.prefill.draining)
+            assert result.prefill is not result.decode
+            assert result.cached_tokens + result.prefill_tokens == num_prompt_tokens
+            assert result.prefill_tokens >= 1
+            assert all(pair.price_seconds > 0 for pair in result.why.pairs)
+        case NoCapacity():
+            assert not any(w.role.decodes and not w.draining for w in workers)

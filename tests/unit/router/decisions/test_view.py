@@ -1,0 +1,41 @@
+from headrace.costmodel import CostModel
+from headrace.errors import InternalError
+from headrace.values import Load, LoadReport, Role
+from router.decisions.health import Health
+from router.decisions.ledger import Ledger
+from router.decisions.view import View, net_load, worker_view
+from tests.null_worker import worker_info
+
+
+def test_own_work_is_counted_once_and_others_as_reported() -> None:
+    total = Load(num_waiting=5, num_running=7, waiting_prefill_tokens=500, context_tokens=900, used_blocks=40)
+    yours = Load(num_waiting=2, num_running=3, waiting_prefill_tokens=200, context_tokens=400, used_blocks=10)
+    own = Load(num_waiting=1, num_running=4, waiting_prefill_tokens=50, context_tokens=450)
+    expected = Load(num_waiting=4, num_running=8, waiting_prefill_tokens=350, context_tokens=950, used_blocks=40)
+    assert net_load(total, yours, own) == expected
+
+
+def test_a_report_older_than_what_left_since_goes_not_below_zero() -> None:
+    assert net_load(Load(num_running=1), Load(num_running=2), Load()).num_running == 0
+
+
+def test_a_worker_that_has_not_reported_is_empty_but_for_our_own() -> None:
+    ledger = Ledger()
+    ledger.open("r", decode="w", prefill=None, num_prompt_tokens=100, prefill_tokens=100, n=1)
+    info = worker_info("w", num_blocks=10, block_size=32, max_num_seqs=4)
+    view = worker_view(info, None, ledger, Health())
+    assert view.load.num_waiting == 1
+    assert view.free_tokens == 10 * 32 - 100
+    assert view.free_slots == 3
+
+
+def test_a_report_wins_over_hello_and_health_is_in_the_view() -> None:
+    health = Health(max_failures=1, eject_seconds=5)
+    health.failed("w", InternalError("x"), now=1.0)
+    cost = CostModel(prefill_base_seconds=9.0)
+    report = LoadReport(Load(num_running=2), Load(), cost, Role.DECODE, free_blocks=3, draining=True)
+    view = worker_view(worker_info("w", Role.UNIFIED), report, Ledger(), health)
+    assert (view.role, view.cost, view.free_blocks, view.draining) == (Role.DECODE, cost, 3, True)
+    assert view.ejected_until == 6.0
+    assert View((view,)).find("w") is view
+    assert View((view,)).find("x") is None

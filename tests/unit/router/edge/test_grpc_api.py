@@ -1,0 +1,281 @@
+"""The gRPC edge, over a real channel and through the public client, with a scripted core behind it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from headrace.client import AsyncClient, Client
+from headrace.clock import ManualClock
+from headrace.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    WorkerLost,
+)
+from headrace.v1 import inference_pb2, inference_pb2_grpc
+from router.edge.grpc_api import SERVICE, add_services, open_server
+from router.text.vocabulary import Text
+from tests.unit.router.scripted import Scripted, make_edge
+
+ANSWER = "The quick brown fox"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def serving(core: Scripted, **edge: Any) -> AsyncIterator[str]:
+    server, port = open_server("127.0.0.1", 0, 2**20)
+    add_services(server, make_edge(core.text, core, clock=ManualClock(), **edge))
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture
+def core(tiny: Text) -> Scripted:
+    return Scripted(tiny, ANSWER)
+
+
+@pytest.fixture
+async def client(core: Scripted) -> AsyncIterator[AsyncClient]:
+    async with serving(core) as address, AsyncClient(address) as client:
+        yield client
+
+
+async def test_generate_streams_text_ids_and_at_last_usage_and_path(client: AsyncClient, core: Scripted) -> None:
+    parts = [part async for part in client.generate("hi", request_id="mine", logprobs=1)]
+    assert "".join(part.text for part in parts) == ANSWER
+    assert [token for part in parts for token in part.token_ids] == core.text.encode(ANSWER)
+    assert {part.request_id for part in parts} == {"mine"}
+    assert all(len(part.logprobs) == 1 and len(part.logprobs[0].top) == 1 for part in parts)
+    *others, last = parts
+    assert not any(part.finish_reason or part.usage or part.path for part in others)
+    assert last.finish_reason == "stop"
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(parts)
+    assert last.path is not None
+    assert (last.path.decode_worker, last.path.prefill_worker, last.path.attempts) == ("d1", "p1", 1)
+
+
+async def test_token_ids_are_a_prompt_too(client: AsyncClient, core: Scripted) -> None:
+    assert [part async for part in client.generate([10, 11, 12])]
+    assert core.jobs[0].prompt_token_ids == (10, 11, 12)
+
+
+async def test_case_32_both_edges_render_a_chat_to_the_same_prompt(client: AsyncClient, core: Scripted) -> None:
+    assert [part async for part in client.chat(MESSAGES)]
+    rendered = core.text.render(MESSAGES)
+    assert list(core.jobs[0].prompt_token_ids) == core.text.encode(rendered, add_special_tokens=False)
+
+
+async def test_every_sampling_parameter_arrives_and_zero_is_not_absent(client: AsyncClient, core: Scripted) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 0,
+        "min_p": 0.25,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.5,
+        "logit_bias": {7: -1.5},
+        "seed": 0,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [3, 4],
+        "stop": ["zz"],
+        "logprobs": 0,
+        "n": 2,
+        "priority": 3,
+        "cache_salt": "salt",
+    }
+    assert [part async for part in client.generate("hi", **sampling)]
+    job, got = core.jobs[0], core.jobs[0].sampling
+    same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    for name in (*same, "seed", "max_tokens", "min_tokens", "ignore_eos"):
+        assert getattr(got, name) == sampling[name], name
+    assert (got.logit_bias, got.stop_token_ids, got.num_logprobs) == (((7, -1.5),), (3, 4), 0)
+    assert (job.n, job.stop, job.priority, job.cache_salt) == (2, ("zz",), 3, "salt")
+
+
+async def test_silence_leaves_the_defaults(client: AsyncClient, core: Scripted) -> None:
+    assert [part async for part in client.generate("hi")]
+    got = core.jobs[0].sampling
+    assert (got.temperature, got.max_tokens, got.num_logprobs, got.logit_bias) == (1.0, 16, None, ())
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "said"),
+    [
+        ({"temperature": float("nan")}, InvalidRequest, "temperature must be from 0.0 to 100.0, got nan"),
+        ({"max_tokens": 0}, InvalidRequest, "max_tokens must be an integer of at least 1, got 0"),
+        ({"max_tokens": 100}, ContextLengthExceeded, "context of 64 tokens"),
+        ({"logit_bias": {500: 1.0}}, InvalidRequest, "logit_bias token id must be"),
+        ({"stop": [""]}, InvalidRequest, r"stop\[0\] must be"),
+        ({"stop": ["x"] * 100_000}, InvalidRequest, "at most 16 strings"),
+        ({"model": "other"}, ModelNotFound, "model must be one of tiny, got 'other'"),
+        ({"request_id": "a b"}, InvalidRequest, "request_id must be"),
+        ({"colour": 1}, InvalidRequest, "colour"),
+    ],
+)
+async def test_case_48_a_bad_value_comes_back_as_its_own_error(
+    client: AsyncClient, core: Scripted, asked: dict[str, Any], kind: type[HeadraceError], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        assert [part async for part in client.generate("hi", **asked)]
+    assert core.jobs == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [("", "at least 1 character"), ([], "at least 1 token"), ([10**6], r"prompt\[0\] must be")]
+)
+async def test_case_48_a_bad_prompt_is_refused(client: AsyncClient, prompt: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        assert [part async for part in client.generate(prompt)]
+
+
+async def test_numbers_and_retry_after_travel_with_the_error(client: AsyncClient, core: Scripted) -> None:
+    core.error = Overloaded("the queue is full", retry_after_seconds=1.5, limit=7)
+    with pytest.raises(Overloaded) as caught:
+        assert [part async for part in client.generate("hi")]
+    assert (caught.value.retry_after_seconds, caught.value.numbers) == (1.5, {"limit": "7"})
+    with pytest.raises(ContextLengthExceeded) as beyond:
+        assert [part async for part in client.generate("hi", max_tokens=100)]
+    assert (beyond.value.field, beyond.value.numbers["limit"]) == ("max_tokens", "64")
+
+
+async def test_an_error_mid_stream_ends_the_stream_as_that_error(client: AsyncClient, core: Scripted) -> None:
+    core.error, core.fail_after = WorkerLost("the worker is gone"), 2
+    parts = client.generate("hi")
+    assert [(await anext(parts)).finish_reason for _ in range(2)] == [None, None]
+    with pytest.raises(WorkerLost, match="the worker is gone"):
+        await anext(parts)
+
+
+async def test_an_unforeseen_failure_says_nothing_of_the_inside(
+    client: AsyncClient, core: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.error, core.fail_after = KeyError("secret"), 1  # type: ignore[assignment]
+    with pytest.raises(InternalError, match=r"^internal error: KeyError$"):
+        assert [part async for part in client.generate("hi")]
+    assert "secret" in caplog.text
+
+
+async def test_case_44_closing_the_stream_cancels_the_request(tiny: Text) -> None:
+    core = Scripted(tiny, ANSWER, gate=asyncio.Semaphore(0))
+    async with serving(core) as address, AsyncClient(address) as client:
+        parts = client.generate("hi", request_id="r1")
+        await anext(parts)
+        await parts.aclose()
+        await core.ended.wait()
+    assert core.cancelled == ["r1"]
+
+
+async def test_a_deadline_travels_as_time_left(tiny: Text) -> None:
+    core = Scripted(tiny, ANSWER, gate=asyncio.Semaphore(0))
+    async with serving(core) as address, AsyncClient(address) as client:
+        with pytest.raises(DeadlineExceeded):
+            assert [part async for part in client.generate("hi", timeout=0.2)]
+        await core.ended.wait()
+    seconds_left = core.jobs[0].seconds_left
+    assert seconds_left is not None
+    assert 0 < seconds_left < 0.25  # gRPC counts a deadline up to its next tick
+
+
+@pytest.mark.parametrize("text", ["not json", "[1", ""])
+async def test_messages_that_are_no_json_are_named(core: Scripted, text: str) -> None:
+    async with serving(core) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Chat(inference_pb2.ChatRequest(model="tiny", messages_json=text)).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "messages" in (caught.value.details() or "")
+
+
+async def test_words_and_models(client: AsyncClient, core: Scripted) -> None:
+    token_ids = await client.tokenize("The fox 🙂")
+    assert token_ids == core.text.encode("The fox 🙂")
+    assert await client.detokenize(token_ids) == "The fox 🙂"
+    (model,) = await client.models()
+    assert (model.id, model.revision, model.max_context_tokens) == ("tiny", "r1", 64)
+    with pytest.raises(InvalidRequest, match=r"token_ids\[0\] must be"):
+        await client.detokenize([10**6])
+
+
+async def test_keys_guard_the_service_but_not_its_health(core: Scripted) -> None:
+    async with serving(core, api_keys=["k1"]) as address:
+        async with AsyncClient(address, model="tiny") as client:
+            with pytest.raises(Unauthenticated):
+                assert [part async for part in client.generate("hi")]
+            with pytest.raises(Unauthenticated):
+                await client.models()
+        async with AsyncClient(address, api_key="k1") as client:
+            assert [part async for part in client.generate("hi")]
+        assert await health_of(address) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def health_of(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        return int(answer.status)
+
+
+async def test_case_59_health_is_not_serving_while_nobody_could_serve(core: Scripted) -> None:
+    async with serving(core, unready="no worker") as address:
+        assert await health_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_services(core: Scripted) -> None:
+    async with serving(core) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answer = await stub.ServerReflectionInfo(requests).read()
+        names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_the_sync_client_speaks_the_same(core: Scripted) -> None:
+    def talk(address: str) -> tuple[str, str, list[int]]:
+        with Client(address) as client:
+            generated = "".join(part.text for part in client.generate("hi"))
+            chatted = "".join(part.text for part in client.chat(MESSAGES, tools=None))
+            with pytest.raises(InvalidRequest):
+                list(client.generate(""))
+            next(early := client.generate("hi"))
+            early.close()
+            return generated, chatted, client.tokenize("fox")
+
+    async with serving(core) as address:
+        generated, chatted, token_ids = await asyncio.to_thread(talk, address)
+    assert generated == chatted == ANSWER
+    assert core.text.decode(token_ids) == "fox"
+
+
+async def test_a_router_that_is_not_there_is_unavailable() -> None:
+    async with AsyncClient("127.0.0.1:1", model="m") as client:
+        with pytest.raises(Unavailable):
+            assert [part async for part in client.generate("hi")]
+
+
+async def test_tools_and_template_kwargs_reach_the_template(client: AsyncClient, core: Scripted) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    kwargs = {"add_generation_prompt": False}
+    assert [part async for part in client.chat(MESSAGES, tools=[tool], chat_template_kwargs=kwargs)]
+    rendered = core.text.render(MESSAGES, [tool], kwargs)
+    assert core.text.decode(core.jobs[0].prompt_token_ids) == "user\nhi\n"
+    assert list(core.jobs[0].prompt_token_ids) == core.text.encode(rendered, add_special_tokens=False)
+    assert json.dumps(tool) not in rendered

@@ -1,0 +1,243 @@
+"""The decode side of a hand-off: claim, ticket, pull while the next chunk computes, first tokens (design 2.4 to 2.8).
+
+    claim     promised tokens fit the claim budget; in order, with the scheduler's bounded bypass
+    ticket    to the prefill worker, over the pair's one stream
+    announce  blocks that hold their final content: allocate as many, read them
+    last      first tokens: the request is over (nothing more is read), or joins the batch
+
+Waiting for a claim or in the peer's queue is not peer death; only a lost stream, an Abort, or no progress after the
+first announcement is. Whichever way it ends, the source hears Release or Abort; blocks that a rank may still write
+into stay quarantined until its read is over.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace import wire
+from headrace.errors import LinkClosed, TransferFailed
+from headrace.v1 import transfer_pb2
+from headrace.values import PrefillTarget, Request, RequestKey, SequenceOutput
+from workers.engine import Engine
+from workers.faults import Faults
+from workers.handoff.peers import Conversation, PeerLink, Peers
+from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.scheduling.scheduler import ChunkDone, Expected
+
+
+class NoRoom(TransferFailed):
+    """This worker has no blocks for what was announced: no fault of the peer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToRead:
+    """What a round of announcements asks for: (block, epoch) in the source's pool, from `first_block` of the table on.
+
+    `last` is the last announcement, if it is among them.
+    """
+
+    first_block: int
+    blocks: tuple[tuple[int, int], ...]
+    last: ChunkDone | None = None
+
+
+class Announced:
+    """Checks that a request's announcements leave no hole. Pure; one per conversation."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._next_block = expected.held_blocks
+        self._num_blocks = expected.num_prompt_blocks
+
+    def take(self, chunks: Sequence[ChunkDone]) -> ToRead:
+        """The chunks as one. TransferFailed when blocks are missing, twice, or too many."""
+        first = self._next_block
+        blocks: list[tuple[int, int]] = []
+        for chunk in chunks:
+            if chunk.blocks and chunk.first_block != self._next_block:
+                raise TransferFailed(f"block {chunk.first_block} was announced, block {self._next_block} was next")
+            blocks += chunk.blocks
+            self._next_block += len(chunk.blocks)
+        last = chunks[-1] if chunks[-1].last else None
+        if self._next_block > self._num_blocks or (last and self._next_block < self._num_blocks):
+            raise TransferFailed(f"{self._next_block} blocks were announced of {self._num_blocks}")
+        return ToRead(first, tuple(blocks), last)
+
+
+class Puller:
+    """Owns the peers, and who waits for a claim. One coroutine a request goes through pull()."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        peers: Peers,
+        *,
+        transfer_seconds: float,
+        faults: Faults | None = None,
+        on_read: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self.peers = peers
+        self._transfer_seconds = transfer_seconds
+        self._faults = faults or Faults()
+        self._on_read = on_read
+        self._claimants: dict[RequestKey, asyncio.Future[Expected]] = {}
+        self.num_handoffs = 0
+
+    async def pull(self, request: Request, target: PrefillTarget, router_id: str) -> list[SequenceOutput]:
+        """The whole hand-off of an expected request; returns the outputs of its first tokens.
+
+        Raises TransferFailed, IncompatiblePeer or what the source aborted it with; the scheduler then still expects the
+        request. Cancelled, it leaves the request to the caller too.
+        """
+        key = request.key
+        expected = await self._claim(key)
+        link, ranks = await self.peers.link(target)
+        with link.conversation(key) as talk:
+            link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(request, expected.held_blocks, router_id)))
+            announced = Announced(expected)
+            while True:
+                todo = announced.take(await self._next(talk))
+                heard_at = self._engine.clock.now()
+                if todo.last is not None and (outputs := self._finish_early(key, target, todo.last)) is not None:
+                    return outputs
+                if todo.blocks:
+                    await self._read(link, ranks, key, todo)
+                if todo.last is not None:
+                    return self._arrive(key, target, todo.last, self._engine.clock.now() - heard_at)
+
+    # -- claims
+
+    async def grant_claims(self) -> None:
+        """Hands out claims as budget becomes free. Runs as long as the worker."""
+        while True:
+            self._grant()
+            await self._engine.next_change()
+
+    def give_up(self, key: RequestKey) -> None:
+        """The request is over: it must not be asked for again, even before its coroutine notices."""
+        self._claimants.pop(key, None)
+
+    async def _claim(self, key: RequestKey) -> Expected:
+        granted = self._claimants[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._grant()
+            expected: Expected = await granted
+            return expected
+        finally:
+            self.give_up(key)
+
+    def _grant(self) -> None:
+        scheduler = self._engine.scheduler
+        for key, granted in list(self._claimants.items()):
+            if scheduler.may_claim(key):
+                del self._claimants[key]
+                granted.set_result(scheduler.claim(key))
+
+    # -- announcements and reads
+
+    async def _next(self, talk: Conversation) -> list[ChunkDone]:
+        """Waits as long as it takes for the first announcement, and then for progress."""
+        if not talk.heard:
+            return await talk.next()
+        try:
+            async with asyncio.timeout(self._transfer_seconds):
+                return await talk.next()
+        except TimeoutError:
+            raise TransferFailed(
+                f"{talk.link.target.worker_id} announced nothing more within {self._transfer_seconds:g} s",
+                seconds=self._transfer_seconds,
+            ) from None
+
+    async def _read(self, link: PeerLink, ranks: PeerRanks, key: RequestKey, todo: ToRead) -> None:
+        targets = await self._allocate(key, len(todo.blocks))
+        async with link.reading:
+            await self._meet_faults(todo)
+            try:
+                receipt = await self._execute(ranks, todo, targets)
+            except LinkClosed:
+                # Another request's trouble closes the link that both read over; the peer may be well.
+                if not link.alive:
+                    raise
+                receipt = await self._execute(ranks, todo, targets)
+        self._engine.scheduler.landed(key, len(targets))
+        self._engine.scheduler.note_transfer(
+            key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes
+        )
+        self._engine.add_transfer(receipt.num_bytes, receipt.seconds)
+        link.num_bytes += receipt.num_bytes
+        if self._on_read:
+            self._on_read(receipt.num_bytes, receipt.seconds)
+
+    async def _allocate(self, key: RequestKey, num_blocks: int) -> tuple[tuple[int, int], ...]:
+        try:
+            async with asyncio.timeout(self._transfer_seconds):
+                while (targets := self._engine.scheduler.allocate(key, num_blocks)) is None:
+                    await self._engine.next_change()
+        except TimeoutError:
+            raise NoRoom(
+                f"no {num_blocks} free blocks for {key.request_id} within {self._transfer_seconds:g} s",
+                num_blocks=num_blocks,
+            ) from None
+        self._engine.changed()
+        return targets
+
+    async def _execute(self, ranks: PeerRanks, todo: ToRead, targets: tuple[tuple[int, int], ...]) -> PullReceipt:
+        """Reads the blocks. A caller that goes away does not end the read: its target blocks stay quarantined until it
+        is over, which a read that takes too long is by having its link closed under it."""
+        executor, scheduler = self._engine.executor, self._engine.scheduler
+        pulls = [
+            BlockPull(source, epoch, target, target_epoch)
+            for (source, epoch), (target, target_epoch) in zip(todo.blocks, targets, strict=True)
+        ]
+        quarantine = scheduler.begin_pull(targets)
+        reading = asyncio.wrap_future(executor.pull(ranks, pulls))
+        late = asyncio.get_running_loop().call_later(self._transfer_seconds, executor.close_links, ranks.key)
+
+        def over(reading: asyncio.Future[PullReceipt]) -> None:
+            late.cancel()
+            scheduler.end_pull(quarantine)
+            self._engine.changed()
+            if not reading.cancelled():
+                reading.exception()
+
+        reading.add_done_callback(over)
+        started = self._engine.clock.now()
+        try:
+            return await asyncio.shield(reading)
+        except LinkClosed as error:
+            if self._engine.clock.now() - started < self._transfer_seconds:
+                raise
+            raise TransferFailed(
+                f"{len(pulls)} blocks of {ranks.worker_id} did not come within {self._transfer_seconds:g} s",
+                seconds=self._transfer_seconds,
+            ) from error
+
+    async def _meet_faults(self, todo: ToRead) -> None:
+        whole = await self._faults.reach("pull")
+        part = await self._faults.reach("transfer.block", todo.first_block, len(todo.blocks))
+        if not (whole and part):
+            await asyncio.sleep(self._transfer_seconds)
+            raise TransferFailed(f"fault: blocks from {todo.first_block} on never came")
+
+    # -- the end
+
+    def _finish_early(self, key: RequestKey, target: PrefillTarget, last: ChunkDone) -> list[SequenceOutput] | None:
+        scheduler = self._engine.scheduler
+        scheduler.note_transfer(
+            key, target.worker_id, queue_seconds=last.queue_seconds, prefill_seconds=last.prefill_seconds
+        )
+        outputs = scheduler.finish_early(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
+        if outputs is not None:
+            self.num_handoffs += 1
+            self._engine.changed()
+        return outputs
+
+    def _arrive(
+        self, key: RequestKey, target: PrefillTarget, last: ChunkDone, exposed_seconds: float
+    ) -> list[SequenceOutput]:
+        scheduler = self._engine.scheduler
+        scheduler.note_transfer(key, target.worker_id, exposed_seconds=exposed_seconds)
+        outputs = scheduler.arrive(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
+        self.num_handoffs += 1
+        self._engine.changed()
+        return outputs

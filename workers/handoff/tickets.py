@@ -1,0 +1,115 @@
+"""The prefill side of a hand-off: tickets that decode workers send, announced chunk by chunk, pinned until pulled.
+
+What one decode worker may keep pinned is bounded in the scheduler, which lets the tickets of others pass; here is who
+waits for what. Every ticket ends in one cancel of the scheduler: released, aborted, overdue, or its stream gone.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.errors import DeadlineExceeded, Draining, HeadraceError, RequestCancelled, TransferFailed
+from headrace.v1 import transfer_pb2
+from headrace.values import Request, RequestKey
+from workers.engine import Engine
+from workers.handoff.messages import announce, source_abort
+from workers.scheduling.scheduler import ChunkDone
+
+
+class PullerStream(Protocol):
+    """The stream to one decode worker, as the source sees it. `peer` is the worker behind it."""
+
+    @property
+    def peer(self) -> str: ...
+
+    def send(self, message: transfer_pb2.SourceMessage) -> None:
+        """Queues; never waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    key: RequestKey
+    stream: PullerStream
+    router_id: str
+
+
+class Source:
+    """Owns the tickets by request id, one attempt of each. Everything happens on the engine's event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tickets: dict[str, _Ticket] = {}
+        self.draining = False
+        self.num_handoffs = 0
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self._tickets)
+
+    def keys_of_router(self, router_id: str) -> list[RequestKey]:
+        """The tickets for this router's requests."""
+        return [ticket.key for ticket in self._tickets.values() if ticket.router_id == router_id]
+
+    def ticket(self, stream: PullerStream, request: Request, held_blocks: int, router_id: str) -> None:
+        """Takes the ticket, or answers with Abort. A newer attempt ends the older one; an older one is told off."""
+        key = request.key
+        known = self._tickets.get(key.request_id)
+        try:
+            if self.draining:
+                raise Draining("this worker is draining")
+            if known is not None:
+                if known.key.attempt >= key.attempt:
+                    raise TransferFailed(f"attempt {known.key.attempt} of {key.request_id} is here, {key.attempt} came")
+                self._end(known)
+            self._engine.scheduler.ticket(request, held_blocks, self._engine.clock.now(), stream.peer)
+        except HeadraceError as error:
+            stream.send(source_abort(key, error))
+            return
+        self._tickets[key.request_id] = _Ticket(key, stream, router_id)
+        self._engine.changed()
+
+    def release(self, key: RequestKey) -> None:
+        """The puller is done with it, or gave it up. Idempotent."""
+        if (ticket := self._find(key)) is not None:
+            self._end(ticket)
+
+    def renew(self, stream: PullerStream, key: RequestKey) -> None:
+        """Moves the pin's deadline; a puller of what is gone is told so."""
+        if self._find(key) is None:
+            stream.send(source_abort(key, RequestCancelled(f"{key.request_id}, attempt {key.attempt}, is not here")))
+        else:
+            self._engine.scheduler.renew(key, self._engine.clock.now())
+
+    def close(self, stream: PullerStream) -> None:
+        """The stream ended: whoever was behind it pulls nothing any more."""
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.stream is stream]:
+            self._end(ticket)
+
+    def chunk(self, chunk: ChunkDone) -> None:
+        """A chunk is computed: announces it. Of a ticket that ended meanwhile nothing is said."""
+        if (ticket := self._find(chunk.key)) is not None:
+            self.num_handoffs += chunk.last
+            ticket.stream.send(announce(chunk))
+
+    def deadline(self, key: RequestKey) -> bool:
+        """The scheduler ended the request, whose time was up. False: it was no ticket."""
+        return self._lost(key, DeadlineExceeded(f"{key.request_id}: its deadline passed during prefill"))
+
+    def pin_ended(self, key: RequestKey) -> None:
+        self._lost(key, TransferFailed(f"{key.request_id}: neither pulled nor renewed in time, its blocks are free"))
+
+    def _find(self, key: RequestKey) -> _Ticket | None:
+        ticket = self._tickets.get(key.request_id)
+        return ticket if ticket is not None and ticket.key == key else None
+
+    def _lost(self, key: RequestKey, error: HeadraceError) -> bool:
+        ticket = self._find(key)
+        if ticket is None:
+            return False
+        del self._tickets[key.request_id]
+        ticket.stream.send(source_abort(key, error))
+        return True
+
+    def _end(self, ticket: _Ticket) -> None:
+        del self._tickets[ticket.key.request_id]
+        self._engine.scheduler.release(ticket.key, self._engine.clock.now())
+        self._engine.changed()

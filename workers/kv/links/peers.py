@@ -1,0 +1,129 @@
+"""All links by which one rank reads from peers: formed on first use, one thread a peer worker."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from queue import SimpleQueue
+
+from headrace.errors import HeadraceError, IncompatiblePeer, InternalError, LinkClosed
+from headrace.values import ParallelLayout
+from workers.kv.layout import ModelShape, Piece, reshard_plan
+from workers.kv.links.base import BlockPull, KvLink, PeerRanks, PullReceipt
+from workers.kv.links.schemes import connect
+from workers.kv.pool import KvPool
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[PullReceipt | HeadraceError], None]
+
+
+@lru_cache(maxsize=64)
+def pieces_of(shape: ModelShape, source: ParallelLayout, target: ParallelLayout, rank: int) -> tuple[Piece, ...]:
+    """What `rank` of the target reads."""
+    return tuple(piece for piece in reshard_plan(shape, source, target) if piece.target_rank == rank)
+
+
+class PeerLinks:
+    """Owns the links of one rank. A pull waits only for earlier ones from the same peer: a silent peer holds up nobody
+    else. Once `done` is called, the pull writes nothing more."""
+
+    def __init__(self, pool: KvPool, rank: int, layout: ParallelLayout, shape: ModelShape, seconds: float) -> None:
+        self._pool = pool
+        self._rank = rank
+        self._layout = layout
+        self._shape = shape
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._closed = False
+
+    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], done: Done) -> None:
+        """Returns at once; `done` is called once, from another thread or from this one."""
+        try:
+            pieces = pieces_of(self._shape, peer.layout, self._layout, self._rank)
+            if len(peer.endpoints) != peer.layout.world_size:
+                raise IncompatiblePeer(
+                    f"a peer of {peer.layout} must have {peer.layout.world_size} endpoints, got {len(peer.endpoints)}",
+                    field="endpoints",
+                )
+        except IncompatiblePeer as error:
+            done(error)
+            return
+        with self._lock:
+            if not self._closed:
+                known = self._peers.get(peer.key)
+                if known is None:
+                    known = self._peers[peer.key] = _Peer(self._pool, self._seconds, peer.key)
+                known.jobs.put((peer, pieces, blocks, done))
+                return
+        done(LinkClosed("link closed: this rank is closing"))
+
+    def close_peer(self, key: tuple[str, int]) -> None:
+        """Pulls from this peer, under way and queued, fail with LinkClosed; a later one forms new links."""
+        with self._lock:
+            peer = self._peers.pop(key, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.close()
+
+
+class _Peer:
+    """One peer worker: a queue of pulls, the thread that carries them out, a link for each source rank it read from."""
+
+    def __init__(self, pool: KvPool, seconds: float, key: tuple[str, int]) -> None:
+        self.jobs: SimpleQueue[tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], Done] | None] = SimpleQueue()
+        self._pool = pool
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._links: dict[int, KvLink] = {}
+        self._closed = False
+        threading.Thread(target=self._work, name=f"pull:{key[0]}", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values())
+            self._links.clear()
+        self.jobs.put(None)
+        for link in links:
+            link.close()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            peer, pieces, blocks, done = job
+            try:
+                outcome: PullReceipt | HeadraceError = self._pull(peer, pieces, blocks)
+            except HeadraceError as error:
+                outcome = error
+            except Exception as error:
+                log.exception("a pull failed")
+                outcome = InternalError(f"{type(error).__name__}: {error}")
+            done(outcome)
+
+    def _pull(self, peer: PeerRanks, pieces: tuple[Piece, ...], blocks: Sequence[BlockPull]) -> PullReceipt:
+        # Whoever still reads these blocks from here, as what they were, must find out before they change.
+        self._pool.set_epochs((b.target, b.target_epoch) for b in blocks if b.target_epoch is not None)
+        num_bytes, seconds = 0, 0.0
+        for piece in pieces:
+            receipt = self._link(peer, piece.source_rank).pull(blocks, piece)
+            num_bytes += receipt.num_bytes
+            seconds += receipt.seconds
+        return PullReceipt(len(blocks), num_bytes, seconds)
+
+    def _link(self, peer: PeerRanks, source_rank: int) -> KvLink:
+        with self._lock:
+            if self._closed:
+                raise LinkClosed(f"link closed: links to {peer.worker_id} were closed from this side")
+            link = self._links.get(source_rank)
+            if link is None or link.closed:
+                link = self._links[source_rank] = connect(peer.endpoints[source_rank], self._pool, self._seconds)
+            return link

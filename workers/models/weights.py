@@ -1,0 +1,76 @@
+"""A rank's weights: the slices it wants, read from the safetensors files straight into their place.
+
+The model allocates its tensors and lists what belongs in them; nothing but those slices is read, each file is opened
+once, and no second copy of a weight exists but for one slice at a time.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from workers.models.checkpoint import Checkpoint
+
+Span = tuple[int, int]
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows (and columns, for matrices) of one checkpoint tensor, and the tensor of ours that they fill.
+
+    `shape` is what the whole tensor must have. `columns` None: all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target: Tensor
+    rows: Span
+    columns: Span | None = None
+
+
+def no_progress(done: int, total: int) -> None:
+    """For callers who show none."""
+
+
+def load(checkpoint: Checkpoint, wanted: Iterable[Wanted], progress: LoadProgress = no_progress) -> None:
+    """Fills every target; `progress` is told (tensors done, tensors wanted). CheckpointError names the file and the
+    tensor that is missing, cut short, or of another shape."""
+    by_name: defaultdict[str, list[Wanted]] = defaultdict(list)
+    for item in wanted:
+        by_name[item.name].append(item)
+    total, done = len(by_name), 0
+    for path in checkpoint.weight_files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in sorted(by_name.keys() & set(file.keys())):
+                    for item in by_name.pop(name):
+                        _fill(item, file.get_slice(name), str(path))
+                    done += 1
+                    progress(done, total)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}", file=path) from error
+    if by_name:
+        name = min(by_name)
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no tensor {name!r} ({len(by_name)} of {total} are missing)",
+            file=checkpoint.folder,
+            tensor=name,
+        )
+
+
+def _fill(item: Wanted, stored: Any, path: str) -> None:
+    shape = tuple(stored.get_shape())
+    if shape != item.shape:
+        raise CheckpointError(
+            f"{path}: tensor {item.name!r} must have shape {list(item.shape)}, got {list(shape)}",
+            file=path,
+            tensor=item.name,
+        )
+    rows = slice(*item.rows)
+    part = stored[rows] if item.columns is None else stored[rows, slice(*item.columns)]
+    item.target.copy_(part)

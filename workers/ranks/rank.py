@@ -1,0 +1,308 @@
+"""What one rank does, whichever process it lives in: steps in order on one thread, pulls beside them.
+
+A rank is told things (commands) and answers (replies); `ranks.RankExecutor` speaks to rank 0 and to all others alike.
+"""
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from queue import SimpleQueue
+from typing import Any, Protocol, assert_never
+
+import torch.distributed as dist
+
+from headrace.errors import HeadraceError, InternalError, WorkerLost
+from workers.kv.channel import Channel, ChannelClosed, connect
+from workers.kv.layout import ModelShape, Shard, SlabLayout, shard
+from workers.kv.links import schemes
+from workers.kv.links.base import BlockPull, KvServer, PeerRanks, PullReceipt
+from workers.kv.links.peers import PeerLinks
+from workers.kv.pool import KvPool
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+_TcpStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+_HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
+
+
+class RankRunner(Protocol):
+    """What a rank computes with. Owned by the rank's step thread; `pool` is read and written by its links beside it."""
+
+    @property
+    def pool(self) -> KvPool: ...
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def slab(self) -> SlabLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def warm_up(self) -> None: ...
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """The result on the last stage's tp rank 0, None on all other ranks."""
+        ...
+
+
+# (spec, rank, a torch.distributed store that all ranks of the worker share) → the rank's runner, weights loaded.
+# Sent to the other ranks by pickle: a function of a module, or a functools.partial of one.
+MakeRunner = Callable[[WorkerSpec, int, Any], RankRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A rank's first word."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Rank 0's answer to Join: what to become. The store is at `store_host`:`store_port`."""
+
+    spec: WorkerSpec
+    make_runner: MakeRunner
+    store_host: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Carried out between steps, in order with them."""
+
+    task: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    task: int
+    peer: PeerRanks
+    blocks: tuple[BlockPull, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLinks:
+    peer: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    pass
+
+
+Command = Step | Digest | Pull | CloseLinks | Ping | End
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Loaded and warm. `block_bytes` is this rank's part of a block."""
+
+    shape: ModelShape
+    num_blocks: int
+    block_bytes: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    number: int
+    result: StepResult | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    task: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """The pull is over on this rank: nothing writes its target blocks any more."""
+
+    task: int
+    outcome: PullReceipt | HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank is of no more use."""
+
+    error: HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    pass
+
+
+Reply = Ready | Stepped | Digested | Pulled | Failed | Pong
+
+
+class Rank:
+    """Owns one rank's runner, its readable pool and its links to peers. `reply` is called from any of its threads."""
+
+    def __init__(
+        self, spec: WorkerSpec, rank: int, host: str, make: Callable[[], RankRunner], reply: Callable[[Reply], None]
+    ) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._host = host
+        self._reply = reply
+        self._ordered: SimpleQueue[Step | Digest | End] = SimpleQueue()
+        self._open: tuple[KvServer, PeerLinks] | None = None
+        self._thread = threading.Thread(target=self._live, args=(make,), name=f"rank{rank}", daemon=True)
+        self._thread.start()
+
+    def tell(self, command: Command) -> None:
+        """Returns at once; the answer comes through `reply`."""
+        match command:
+            case Step() | Digest() | End():
+                self._ordered.put(command)
+            case Pull(task, peer, blocks):
+                self._links.pull(peer, blocks, lambda outcome: self._reply(Pulled(task, outcome)))
+            case CloseLinks(peer):
+                self._links.close_peer(peer)
+            case Ping():
+                self._reply(Pong())
+            case _:
+                assert_never(command)
+
+    def close(self, seconds: float) -> None:
+        """Ends the rank's links, its server and, when it is not stuck in a step, its thread. Idempotent."""
+        self.tell(End())
+        if self._open is not None:
+            server, links = self._open
+            links.close()
+            server.close()
+        self._thread.join(seconds)
+
+    @property
+    def _links(self) -> PeerLinks:
+        if self._open is None:
+            raise InternalError(f"rank {self._rank} was told to pull before it was ready")
+        return self._open[1]
+
+    def _live(self, make: Callable[[], RankRunner]) -> None:
+        try:
+            self._work(make)
+        except ChannelClosed:
+            log.info("rank %d: rank 0 is gone", self._rank)
+        except Exception as error:
+            log.exception("rank %d failed", self._rank)
+            try:
+                self._reply(Failed(_portable(error, self._rank)))
+            except ChannelClosed:
+                log.info("rank %d: rank 0 is gone, too", self._rank)
+
+    def _work(self, make: Callable[[], RankRunner]) -> None:
+        runner = make()
+        runner.warm_up()
+        held = shard(runner.shape, self._spec.layout, self._rank)
+        seconds = self._spec.handoff.transfer_seconds
+        server = schemes.serve(runner.pool, self._host, seconds)
+        links = PeerLinks(runner.pool, self._rank, self._spec.layout, runner.shape, seconds)
+        self._open = (server, links)
+        try:
+            self._reply(Ready(runner.shape, runner.num_blocks, runner.slab.block_bytes, server.endpoint))
+            while True:
+                match self._ordered.get():
+                    case Step(plan):
+                        began = time.perf_counter()
+                        result = runner.run(plan)
+                        self._reply(Stepped(plan.number, result, time.perf_counter() - began))
+                    case Digest(task, blocks):
+                        tp = self._spec.layout.tp
+                        self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
+                    case End():
+                        return
+        finally:
+            links.close()
+            server.close()
+
+
+def digests(
+    pool: KvPool, blocks: Sequence[tuple[int, int]], held: Shard, shape: ModelShape, tp: int
+) -> tuple[bytes, ...]:
+    """One rank's part of Executor.digests: XOR over ranks gives the whole. Of replicas, the first counts."""
+    replicas = max(1, tp // shape.num_kv_heads)
+    if held.tp_rank % replicas:
+        return (bytes(DIGEST_BYTES),) * len(blocks)
+    folded = []
+    for block, filled in blocks:
+        whole = 0
+        for head, layers in enumerate(pool.head_layer_digests(block, filled), start=held.kv_heads[0]):
+            for layer, content in enumerate(layers, start=held.layers[0]):
+                place = head.to_bytes(4, "little") + layer.to_bytes(4, "little")
+                whole ^= int.from_bytes(blake2b(place + content, digest_size=DIGEST_BYTES).digest(), "little")
+        folded.append(whole.to_bytes(DIGEST_BYTES, "little"))
+    return tuple(folded)
+
+
+def _portable(error: Exception, rank: int) -> HeadraceError:
+    """An error as every process can rebuild it."""
+    if isinstance(error, HeadraceError):
+        return error
+    return InternalError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def shared_store(host: str, world_size: int) -> Any:
+    """Rank 0's end of the store through which a worker's ranks form their groups; `port` is where others reach it."""
+    if world_size == 1:
+        return _HashStore()
+    return _TcpStore(host, 0, world_size, True, wait_for_workers=False)
+
+
+def rank_main(address: str, token: str, rank: int) -> None:
+    """A rank other than 0, from joining to the end of its worker: blocks the calling thread.
+
+    Joins rank 0 at `address` (from `ranks.listen`), learns there what to build, carries out what it is told. Returns
+    when the executor closes. Raises WorkerLost when rank 0 is gone. A failure of this rank itself is rank 0's to
+    handle: it hears of it, and ends this rank as it ends all others.
+    """
+    host, _, port = address.rpartition(":")
+    channel = connect(host.strip("[]"), int(port), token)
+    try:
+        _obey(channel, rank)
+    except ChannelClosed as error:
+        raise WorkerLost(f"rank {rank} lost rank 0 at {address}: {error}") from error
+    finally:
+        channel.close()
+
+
+def _obey(channel: Channel, rank: int) -> None:
+    channel.send(pickle.dumps(Join(rank)))
+    build: Build = pickle.loads(channel.receive())
+    spec = build.spec
+
+    def make() -> RankRunner:
+        store = _TcpStore(build.store_host, build.store_port, spec.layout.world_size, False)
+        return build.make_runner(spec, rank, store)
+
+    me = Rank(spec, rank, channel.local_host, make, lambda reply: channel.send(pickle.dumps(reply)))
+    try:
+        while not isinstance(command := pickle.loads(channel.receive()), End):
+            me.tell(command)
+    finally:
+        me.close(1.0)

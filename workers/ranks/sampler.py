@@ -1,0 +1,277 @@
+"""Logits to tokens: penalties, bias, temperature, filters, and a draw that depends on (seed, sample index, position) and
+the model alone, so that any worker can continue any request.
+
+Shape suffixes: S draws of a step, V vocabulary, R rows of the table, N survivors of the filters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.values import SamplingParams, TokenLogprobs
+from kernels import noise
+from workers.scheduling.plan import RowStart
+
+CANDIDATES = 1024
+LEAST_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to draw. `position` is its place in the sequence; sample 0 of a row is the row's `own`."""
+
+    row: int
+    sample_index: int
+    position: int
+    own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """In the order of the draws. `logprobs` is empty when no row asked, `margins` unless they are recorded."""
+
+    token_ids_S: Tensor
+    logprobs: tuple[TokenLogprobs | None, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is known of a row that has a sequence."""
+
+    sampling: SamplingParams
+    sample_index: int
+    num_prompt: int
+    bias: tuple[Tensor, Tensor] | None
+    forbidden: Tensor | None
+
+    @property
+    def penalised(self) -> bool:
+        s = self.sampling
+        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+
+    def adjusted(self, position: int) -> bool:
+        return self.penalised or self.bias is not None or self.forbids(position)
+
+    def forbids(self, position: int) -> bool:
+        return self.forbidden is not None and position - self.num_prompt < self.sampling.min_tokens
+
+
+class Sampler:
+    """Owns the sampling state of all rows; lives on the one rank that draws."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        device: torch.device,
+        *,
+        record_margins: bool = False,
+    ) -> None:
+        self._rows: list[_Row | None] = [None] * max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
+        self._device = device
+        self._record_margins = record_margins
+        self._counts: Counts | None = None
+
+    def start(self, start: RowStart) -> None:
+        """A sequence takes its row; what its output so far means for penalties is rebuilt."""
+        sampling = start.sampling
+        bias = None
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            bias = (self._tensor(ids), torch.tensor(values, device=self._device))
+        forbidden = None
+        if sampling.min_tokens:
+            stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos_ids))
+            # where every token would end the sequence, one must be drawn all the same
+            forbidden = self._tensor(sorted(stops)) if 0 < len(stops) < self._vocab_size else None
+        row = _Row(sampling, start.sample_index, len(start.prompt_ids), bias, forbidden)
+        self._rows[start.row] = row
+        if row.penalised:
+            if self._counts is None:
+                self._counts = Counts(self._max_num_seqs, self._vocab_size, self._device)
+            self._counts.start(start.row, self._tensor(start.prompt_ids), self._tensor(start.output_ids))
+
+    def end(self, row: int) -> None:
+        self._rows[row] = None
+
+    def draws(self, row: int, position: int, num_samples: int) -> list[Draw]:
+        """The draws of one RowWork."""
+        first = self._row(row).sample_index
+        return [Draw(row, first + i, position, own=i == 0) for i in range(num_samples)]
+
+    def sample(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
+        """Draws one token for each row of logits, which are left as they are."""
+        rows = [self._row(draw.row) for draw in draws]
+        adjusted_SV = self._adjust(logits_SV, draws, rows)
+        random = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        if not random:
+            token_ids_S, margins = self._best(adjusted_SV)
+        elif len(random) == len(rows):
+            token_ids_S, margins = self._best(perturb(adjusted_SV, draws, [row.sampling for row in rows]))
+        else:
+            token_ids_S, margins = self._mixed(adjusted_SV, draws, rows, random)
+        if self._counts is not None:
+            self._count(draws, rows, token_ids_S)
+        return Drawn(token_ids_S, _logprobs(logits_SV, token_ids_S, rows), tuple(margins))
+
+    def _row(self, row: int) -> _Row:
+        found = self._rows[row]
+        if found is None:
+            raise LookupError(f"row {row} works but was never started")
+        return found
+
+    def _adjust(self, logits_SV: Tensor, draws: Sequence[Draw], rows: Sequence[_Row]) -> Tensor:
+        """Penalties, then bias, then what min_tokens forbids. A copy, unless no row asks for any."""
+        touched = [i for i, row in enumerate(rows) if row.adjusted(draws[i].position)]
+        if not touched:
+            return logits_SV
+        adjusted_SV = logits_SV.clone()
+        for i in touched:
+            row, logits_V = rows[i], adjusted_SV[i]
+            if row.penalised and self._counts is not None:
+                self._counts.penalise(logits_V, draws[i].row, row.sampling)
+            if row.bias is not None:
+                logits_V.index_add_(0, *row.bias)
+            if row.forbidden is not None and row.forbids(draws[i].position):
+                logits_V[row.forbidden] = -torch.inf
+        return adjusted_SV
+
+    def _mixed(
+        self, logits_SV: Tensor, draws: Sequence[Draw], rows: Sequence[_Row], random: list[int]
+    ) -> tuple[Tensor, list[float]]:
+        """Greedy rows take the plain way, whatever their neighbours ask for."""
+        greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
+        token_ids_S = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        perturbed = perturb(logits_SV[random], [draws[i] for i in random], [rows[i].sampling for i in random])
+        token_ids_S[random], random_margins = self._best(perturbed)
+        token_ids_S[greedy], greedy_margins = self._best(logits_SV[greedy])
+        by_index = dict(zip(random + greedy, random_margins + greedy_margins, strict=False))
+        return token_ids_S, [by_index[i] for i in sorted(by_index)]
+
+    def _best(self, scores_SV: Tensor) -> tuple[Tensor, list[float]]:
+        if not self._record_margins:
+            return scores_SV.argmax(-1), []
+        top_S2 = scores_SV.topk(min(2, self._vocab_size), -1).values
+        return scores_SV.argmax(-1), (top_S2[:, 0] - top_S2[:, -1]).tolist()
+
+    def _count(self, draws: Sequence[Draw], rows: Sequence[_Row], token_ids_S: Tensor) -> None:
+        own = [i for i, row in enumerate(rows) if row.penalised and draws[i].own]
+        if own and self._counts is not None:
+            self._counts.add(self._tensor([draws[i].row for i in own]), token_ids_S[own])
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+class Counts:
+    """What penalties need: how often each row's output holds each token, and which tokens are in its prompt."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._output_RV = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt_RV = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
+
+    def start(self, row: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
+        self._in_prompt_RV[row].zero_()[prompt_ids] = True
+        counts_V = torch.bincount(output_ids, minlength=self._output_RV.shape[1])
+        self._output_RV[row].copy_(counts_V)
+
+    def add(self, rows_S: Tensor, token_ids_S: Tensor) -> None:
+        self._output_RV[rows_S, token_ids_S] += 1
+
+    def penalise(self, logits_V: Tensor, row: int, sampling: SamplingParams) -> None:
+        """In place. Repetition counts prompt and output; frequency and presence the output alone."""
+        counts_V = self._output_RV[row]
+        present_V = counts_V > 0
+        if sampling.repetition_penalty != 1:
+            seen_V = present_V | self._in_prompt_RV[row]
+            factor = sampling.repetition_penalty
+            weakened_V = torch.where(logits_V > 0, logits_V / factor, logits_V * factor)
+            torch.where(seen_V, weakened_V, logits_V, out=logits_V)
+        logits_V -= sampling.frequency_penalty * counts_V
+        logits_V -= sampling.presence_penalty * present_V
+
+
+def perturb(logits_SV: Tensor, draws: Sequence[Draw], sampling: Sequence[SamplingParams]) -> Tensor:
+    """Scores whose largest is a draw from softmax(logits / temperature) as filtered; −inf where filtered out."""
+    device = logits_SV.device
+    temperature_S1 = _column([max(s.temperature, LEAST_TEMPERATURE) for s in sampling], device)
+    scaled_SV = logits_SV.sub(logits_SV.amax(-1, keepdim=True)).div_(temperature_S1)
+    key = noise.keys(
+        torch.tensor([_as_int64(s.seed) for s in sampling], device=device),
+        torch.tensor([draw.sample_index for draw in draws], device=device),
+        torch.tensor([draw.position for draw in draws], device=device),
+    )
+    if all(s.top_p == 1 and s.top_k == 0 and s.min_p == 0 for s in sampling):
+        token_ids_V = torch.arange(scaled_SV.shape[1], device=device)
+        return scaled_SV.add_(noise.gumbel(key.column(), token_ids_V))
+    draws_N, token_ids_N = (scaled_SV >= floor(scaled_SV, sampling)).nonzero(as_tuple=True)
+    scores_SV = torch.full_like(scaled_SV, -torch.inf)
+    scores_N = scaled_SV[draws_N, token_ids_N] + noise.gumbel(key.at(draws_N), token_ids_N)
+    scores_SV[draws_N, token_ids_N] = scores_N
+    return scores_SV
+
+
+def floor(scaled_SV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
+    """[S, 1]: the least logit that min-p, then top-k, then top-p leave in; all that equal it stay in.
+
+    Each filter sees the distribution that the one before left. Mostly few candidates hold the mass, and sorting those is
+    enough; the answer is the same either way.
+    """
+    device, size = scaled_SV.device, scaled_SV.shape[1]
+    floor_S1 = scaled_SV.amax(-1, keepdim=True) + _column([s.min_p for s in sampling], device).log()
+    top_k_S1 = torch.tensor([[min(s.top_k or size, size)] for s in sampling], device=device)
+    top_p_S1 = _column([s.top_p for s in sampling], device)
+    by_mass_S1, by_rank_S1 = top_p_S1 < 1, top_k_S1 < size
+    if not bool((by_mass_S1 | by_rank_S1).any()):
+        return floor_S1
+    left_SV = scaled_SV.masked_fill(scaled_SV < floor_S1, -torch.inf)
+    total_S1 = left_SV.double().logsumexp(-1, keepdim=True)
+    for width in sorted({min(CANDIDATES, size), size}):
+        best_SC = left_SV.topk(width, -1).values
+        best_SC.masked_fill_(torch.arange(width, device=device) >= top_k_S1, -torch.inf)
+        limited_S1 = torch.where(by_rank_S1, best_SC.double().logsumexp(-1, keepdim=True), total_S1)
+        mass_SC = (best_SC - limited_S1).exp()
+        before_SC = mass_SC.cumsum(-1) - mass_SC
+        reached_S1 = before_SC[:, -1:] + mass_SC[:, -1:] >= top_p_S1
+        enough_S1 = ~by_rank_S1 & (~by_mass_S1 | reached_S1) | by_rank_S1 & (top_k_S1 <= width)
+        if width == size or bool(enough_S1.all()):
+            kept_SC = ((before_SC < top_p_S1) | ~by_mass_S1) & (best_SC > -torch.inf)
+            least_S1 = best_SC.masked_fill(~kept_SC, torch.inf).amin(-1, keepdim=True)
+            floor_S1 = torch.where(by_mass_S1 | by_rank_S1, least_S1, floor_S1)
+            break
+    return floor_S1
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def _logprobs(logits_SV: Tensor, token_ids_S: Tensor, rows: Sequence[_Row]) -> tuple[TokenLogprobs | None, ...]:
+    """Of the model's own distribution, for the rows that ask."""
+    asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
+    if not asked:
+        return ()
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    logprobs_AV = logits_SV[asked].log_softmax(-1)
+    chosen = logprobs_AV.gather(1, token_ids_S[asked].unsqueeze(1)).squeeze(1).tolist()
+    most = max(rows[i].sampling.num_logprobs or 0 for i in asked)
+    top = logprobs_AV.topk(min(most, logits_SV.shape[1]), -1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    token_ids = token_ids_S.tolist()
+    for a, i in enumerate(asked):
+        count = rows[i].sampling.num_logprobs or 0
+        best = tuple(zip(ids[a][:count], values[a][:count], strict=True))
+        found[i] = TokenLogprobs(token_ids[i], chosen[a], best)
+    return tuple(found)
+
+
+def _as_int64(seed: int) -> int:
+    """The signed number of the same 64 bits."""
+    return seed - 2**64 if seed >= 2**63 else seed

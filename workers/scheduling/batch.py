@@ -1,0 +1,358 @@
+"""The plans: what computes in the next step, and what its result means.
+
+A plan is made in named passes (see Scheduler.schedule): begin, decode, join_arrived, resume, Running.start for each new
+prompt, prefill, finish.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+from headrace.errors import InternalError
+from headrace.values import SequenceOutput, TokenLogprobs
+from workers.scheduling.outcomes import ChunkDone, FirstToken, SchedulerLimits, StepEvents
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
+from workers.scheduling.running import Fit, Flight, Running, age, held
+from workers.scheduling.sequence import Kind, RequestState, Sequence, Stage, num_blocks_for
+
+# One a row and step: past the field-by-field constructor of a named tuple.
+_row_work = tuple.__new__
+
+
+class Batch:
+    """Makes the plans of one Scheduler and takes their results, on what its Running owns.
+
+    `over` collects requests whose last token came, for the scheduler to take.
+    """
+
+    def __init__(self, limits: SchedulerLimits, running: Running) -> None:
+        self.over: list[RequestState] = []
+        self._limits = limits
+        self._running = running
+        self._ledger = running.ledger
+        self._block_size = running.ledger.block_size
+        # the plan being made
+        self._number = 0
+        self._budget = 0
+        self._work: list[RowWork] = []
+        self._sequences: list[Sequence] = []
+        self._starts: list[RowStart] = []
+        self._num_decodes = 0
+
+    # -- a plan, pass by pass
+
+    def begin(self) -> None:
+        if len(self._running.flights) > 1:
+            raise InternalError("at most one plan may be in flight when the next is made")
+        self._budget = self._limits.max_step_tokens
+        self._work = []
+        self._sequences = []
+        self._starts = []
+        self._num_decodes = 0
+
+    def decode(self) -> None:
+        """One token of every running sequence whose next token is not sure to be its last."""
+        work, sequences = self._work, self._sequences
+        running = Stage.RUNNING
+        for seq in tuple(self._running.decoding):
+            position = seq.num_scheduled
+            if position >= seq.end_position or seq.stage is not running:
+                continue
+            new_blocks: tuple[int, ...] = ()
+            if position >= seq.fill_at:
+                if not self._running.fill(seq, sequences):
+                    continue
+                new_blocks = self._unsent(seq)
+            outputs = seq.outputs
+            known = (outputs[-1],) if position + 1 == seq.num_prompt + len(outputs) else None
+            seq.num_scheduled = position + 1
+            work.append(_row_work(RowWork, (seq.row, position, 1, known, new_blocks, 1)))
+            sequences.append(seq)
+        self._num_decodes = len(work)
+        self._budget -= len(work)
+
+    def join_arrived(self) -> None:
+        """Sequences whose blocks came from a peer, before any prompt."""
+        for seq in tuple(self._running.arrived):
+            if not self._running.free_rows or self._budget == 0:
+                break
+            if seq.stage is not Stage.ARRIVED or not self._running.fill(seq, self._sequences):
+                continue
+            self._running.arrived.remove(seq)
+            self._running.take_row(seq)
+            self._running.decoding.append(seq)
+            new_blocks = self._unsent(seq)
+            position = seq.num_scheduled
+            seq.num_scheduled = position + 1
+            self._add(seq, RowWork(seq.row, position, 1, (seq.outputs[-1],), new_blocks, 1))
+            self._num_decodes += 1
+
+    def resume(self, now: float) -> bool:
+        """Preempted sequences, oldest first. Whether none is left: nothing new starts before."""
+        for seq in sorted(self._running.preempted, key=age):
+            match self._running.fit(seq):
+                case Fit() as fit if (
+                    len(self._running.free_rows) >= self._running.rows_needed(seq)
+                    and seq.num_tokens - len(fit.hits) * self._block_size <= self.prompt_budget
+                ):
+                    self._running.preempted.remove(seq)
+                    self._running.start(seq, fit, now)
+                case _:
+                    return False
+        return True
+
+    @property
+    def prompt_budget(self) -> int:
+        """The most tokens that a prompt may have to compute to be taken into this step; 0 or less: none is taken.
+
+        Any prompt may take what running ones leave of the budget. While the first of these needs several steps, prompts
+        that fit whole into what others leave of half of it pass beside it."""
+        queue = self._running.prefilling
+        if not queue or not self._is_long(queue[0]):
+            left = self._budget - sum(seq.num_tokens - seq.num_scheduled for seq in queue)
+            return self._limits.max_context_tokens if left > 0 else 0
+        return self._budget // 2 - sum(seq.num_tokens - seq.num_scheduled for seq in queue[1:])
+
+    def prefill(self) -> None:
+        """Chunks of prompts, oldest first. While the first needs several steps, prompts that fit whole into half of the
+        budget pass beside it."""
+        queue = tuple(self._running.prefilling)
+        head = queue[0] if queue and self._is_long(queue[0]) else None
+        if head is not None and len(queue) > 1:
+            room = self._budget // 2
+            for seq in queue[1:]:
+                num_tokens = seq.num_tokens - seq.num_scheduled
+                if num_tokens <= room and seq.stage is Stage.RUNNING:
+                    before = self._budget
+                    self._chunk(seq, num_tokens)
+                    room -= before - self._budget
+            queue = (head,)
+        for seq in queue:
+            if self._budget == 0:
+                break
+            if seq.stage is Stage.RUNNING:
+                self._chunk(seq, self._budget)
+
+    def finish(self) -> StepPlan | None:
+        """The plan, now in flight; None when nothing can be computed."""
+        if not self._work:
+            return None
+        self._number += 1
+        guards = [guard for _, _, guard in self._running.copies.values()]
+        flight = Flight(self._number, self._sequences, self._work, self._num_decodes, guards)
+        self._running.flights.append(flight)
+        plan = StepPlan(
+            self._number,
+            tuple(self._work),
+            self._num_decodes,
+            tuple(self._starts),
+            tuple(self._running.ends),
+            self._ledger.drain_fresh(),
+            tuple((source, target) for source, target, _ in self._running.copies.values()),
+        )
+        self._running.ends = []
+        self._running.copies = {}
+        return plan
+
+    def _chunk(self, seq: Sequence, limit: int) -> None:
+        start, total = seq.num_scheduled, seq.num_tokens
+        end = min(start + limit, total)
+        num_held = len(seq.blocks)
+        needed = num_blocks_for(end, self._block_size) - num_held
+        if needed > self._ledger.available and not self._running.make_room(seq, needed, self._sequences):
+            if seq.stage is not Stage.RUNNING:
+                return
+            end = min(end, (num_held + self._ledger.available) * self._block_size)
+            if end <= start:
+                return
+            needed = num_blocks_for(end, self._block_size) - num_held
+        if needed > 0:
+            self._ledger.allocate(held(seq), needed)
+            seq.reserved -= needed
+            self._running.reserved_blocks -= needed
+        num_samples = seq.num_samples if end == total else 0
+        new_blocks = self._unsent(seq)
+        seq.num_scheduled = end
+        self._add(seq, RowWork(seq.row, start, end - start, seq.tokens(start, end), new_blocks, num_samples))
+        if num_samples:
+            self._running.prefilling.remove(seq)
+            if num_samples == 1 and seq.state.kind is not Kind.TICKET:
+                self._running.decoding.append(seq)
+            else:
+                self._running.num_forking += 1
+
+    def _add(self, seq: Sequence, work: RowWork) -> None:
+        self._work.append(work)
+        self._sequences.append(seq)
+        self._budget -= work.num_tokens
+
+    def _unsent(self, seq: Sequence) -> tuple[int, ...]:
+        """Blocks that the row does not know yet; begins the row with its first work."""
+        if not seq.row_started:
+            seq.row_started = True
+            request = seq.state.request
+            self._starts.append(
+                RowStart(seq.row, request.prompt_token_ids, tuple(seq.outputs), request.sampling, seq.index)
+            )
+        blocks = seq.blocks
+        new_blocks = tuple(blocks[seq.num_sent :])
+        seq.num_sent = len(blocks)
+        seq.fill_at = len(blocks) * self._block_size
+        return new_blocks
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.num_tokens - seq.num_scheduled > self._budget
+
+    # -- results
+
+    def apply(self, result: StepResult, now: float, events: StepEvents) -> None:
+        """Takes the result of the oldest plan in flight."""
+        if not self._running.flights or self._running.flights[0].number != result.number:
+            raise InternalError(f"the result of plan {result.number} is not the next")
+        flight = self._running.flights.popleft()
+        drawn, logprobs = result.token_ids, result.logprobs
+        num_decodes = flight.num_decodes
+        self._apply_decodes(flight.sequences[:num_decodes], result, now, events.outputs)
+        at = num_decodes
+        for seq, work in zip(flight.sequences[num_decodes:], flight.work[num_decodes:], strict=True):
+            end = at + work.num_samples
+            self._apply_chunk(seq, work, drawn[at:end], logprobs[at:end], now, events)
+            at = end
+        if at != len(drawn):
+            raise InternalError(f"plan {result.number} draws {at} tokens, its result holds {len(drawn)}")
+        for guard in flight.guards:
+            self._ledger.close(guard)
+
+    def _apply_decodes(
+        self, sequences: SequenceOf[Sequence], result: StepResult, now: float, outputs: list[SequenceOutput]
+    ) -> None:
+        drawn, logprobs = result.token_ids, result.logprobs
+        running, plain = Stage.RUNNING, not logprobs
+        add = outputs.append
+        for at, seq in enumerate(sequences):
+            stage = seq.stage
+            if stage is running and plain:
+                token = drawn[at]
+                num_generated = len(seq.outputs) + 1
+                if num_generated < seq.event_at and token not in seq.stop_ids:
+                    seq.outputs.append(token)
+                    add(SequenceOutput(seq.key, seq.index, (token,), num_generated))
+                    continue
+            if stage is not Stage.ENDED:
+                self._advance(seq, drawn[at], None if plain else logprobs[at], now, outputs)
+            if seq.stage is not running:
+                self._running.landed(seq)
+
+    def _advance(
+        self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float, outputs: list[SequenceOutput]
+    ) -> None:
+        """A decode row's token, with all that may come of it."""
+        output = seq.accept(token_id, logprobs, now)
+        outputs.append(output)
+        if output.num_generated >= seq.event_at:
+            seq.num_computed = seq.num_tokens - 1
+            self._running.publish(seq)
+        if output.finish is not None:
+            self._end(seq)
+
+    def _apply_chunk(
+        self,
+        seq: Sequence,
+        work: RowWork,
+        drawn: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        now: float,
+        events: StepEvents,
+    ) -> None:
+        if seq.stage is Stage.ENDED:
+            self._running.landed(seq)
+            return
+        seq.num_computed += work.num_tokens
+        self._running.publish(seq)
+        found = logprobs or (None,) * len(drawn)
+        if seq.state.kind is Kind.TICKET:
+            self._announce(seq, drawn, found, now, events)
+            return
+        if len(drawn) > 1:
+            self._fork(seq, drawn, found, now, events)
+        elif drawn:
+            output = seq.accept(drawn[0], found[0], now)
+            events.outputs.append(output)
+            if output.finish is not None:
+                self._end(seq)
+        if seq.stage is not Stage.RUNNING:
+            self._running.landed(seq)
+
+    def _announce(
+        self,
+        seq: Sequence,
+        drawn: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        now: float,
+        events: StepEvents,
+    ) -> None:
+        """What of a ticket has become final; with its first tokens its blocks are pinned."""
+        state = seq.state
+        last = bool(drawn)
+        first = max(state.num_announced, state.held_blocks)
+        end = len(seq.blocks) if last else seq.num_computed // self._block_size
+        if end <= first and not last:
+            return
+        state.num_announced = max(first, end)
+        epoch = self._ledger.epoch
+        started = state.arrived_at if state.started_at is None else state.started_at
+        events.chunks.append(
+            ChunkDone(
+                seq.key,
+                first,
+                tuple((block, epoch(block)) for block in seq.blocks[first:end]),
+                last,
+                tuple(
+                    FirstToken(i, token, found) for i, (token, found) in enumerate(zip(drawn, logprobs, strict=True))
+                ),
+                state.cached_tokens,
+                started - state.arrived_at,
+                now - started,
+            )
+        )
+        if last:
+            self._running.leave(seq, Stage.PINNED)
+            self._ledger.pin(held(seq), now + self._limits.pin_seconds)
+
+    def _fork(
+        self,
+        trunk: Sequence,
+        drawn: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        now: float,
+        events: StepEvents,
+    ) -> None:
+        """One prompt was computed, n tokens drawn: sample 0 goes on in the trunk, each other takes a row of its own."""
+        state = trunk.state
+        rows, trunk.spare_rows = trunk.spare_rows, []
+        self._running.num_forking -= 1
+        self._running.decoding.append(trunk)
+        first = trunk.accept(drawn[0], logprobs[0], now)
+        events.outputs.append(first)
+        for index, row in enumerate(rows, 1):
+            sample = Sequence(state, index, state.prompt_chain)
+            state.samples.append(sample)
+            output = sample.accept(drawn[index], logprobs[index], now)
+            events.outputs.append(output)
+            if output.finish is not None:
+                sample.stage = Stage.ENDED
+            elif self._running.branch(trunk, sample):
+                sample.row = row
+                sample.stage = Stage.RUNNING
+                self._running.decoding.append(sample)
+                continue
+            self._running.free_rows.append(row)
+        if first.finish is not None:
+            self._end(trunk)
+
+    def _end(self, seq: Sequence) -> None:
+        """Its last token is in. (One that was preempted meanwhile only has its blocks to give back.)"""
+        if seq.stage is Stage.PREEMPTED:
+            seq.stage = Stage.ENDED
+        else:
+            self._running.leave(seq, Stage.ENDED)
+        if seq.state.num_unfinished == 0:
+            self.over.append(seq.state)
