@@ -164,9 +164,9 @@ class VirtualPair:
 
     def _go_on(self) -> None:
         for key in list(self._asking):
-            if self.decode.scheduler.may_claim(key):
+            if self.decode.scheduler.incoming.may_claim(key):
                 handoff = self._handoffs[key] = self._asking.pop(key)
-                held_blocks = self.decode.scheduler.claim(key).held_blocks
+                held_blocks = self.decode.scheduler.incoming.claim(key).held_blocks
                 self.prefill.scheduler.ticket(handoff.request, held_blocks, self._now)
         for key, handoff in list(self._handoffs.items()):
             self._read(key, handoff)
@@ -177,7 +177,7 @@ class VirtualPair:
     def _arrive(self, request: Request) -> None:
         outlook = self.decode.scheduler.expect(request, self._now)
         if outlook.remaining <= self.limits.local_prefill_max_tokens:
-            self.decode.scheduler.fall_back(request.key, request.key, self._now)
+            self.decode.scheduler.incoming.fall_back(request.key, request.key, self._now)
         else:
             self._asking[request.key] = _HandOff(request)
 
@@ -193,25 +193,25 @@ class VirtualPair:
     def _read(self, key: RequestKey, handoff: _HandOff) -> None:
         scheduler, last = self.decode.scheduler, handoff.last
         if last is not None:
-            outputs = scheduler.finish_early(key, last.first_tokens, last.cached_tokens, self._now)
+            outputs = scheduler.incoming.finish_early(key, last.first_tokens, last.cached_tokens, self._now)
             if outputs is not None:
                 self._over(key, outputs)
                 return
         if handoff.to_read and not handoff.num_reading:
-            ours = scheduler.allocate(key, len(handoff.to_read))
+            ours = scheduler.incoming.allocate(key, len(handoff.to_read))
             if ours is not None:
                 handoff.num_reading = len(ours)
                 handoff.to_read.clear()
-                pull = scheduler.begin_pull(ours)
+                pull = scheduler.incoming.begin_pull(ours)
                 seconds = self.limits.cost.transfer_seconds(len(ours) * self.limits.block_bytes)
                 self._at(self._now + seconds, lambda: self._end_read(key, handoff, pull))
         elif last is not None and not handoff.to_read and not handoff.num_reading:
-            self._over(key, scheduler.arrive(key, last.first_tokens, last.cached_tokens, self._now))
+            self._over(key, scheduler.incoming.arrive(key, last.first_tokens, last.cached_tokens, self._now))
 
     def _end_read(self, key: RequestKey, handoff: _HandOff, pull: Holding) -> None:
-        self.decode.scheduler.end_pull(pull)
+        self.decode.scheduler.incoming.end_pull(pull)
         if key in self._handoffs:
-            self.decode.scheduler.landed(key, handoff.num_reading)
+            self.decode.scheduler.incoming.landed(key, handoff.num_reading)
         handoff.num_reading = 0
 
     def _over(self, key: RequestKey, outputs: list[SequenceOutput]) -> None:

@@ -181,10 +181,10 @@ class World:
         self.prefill.scheduler.release(handoff.key, self.now)
         old, handoff.key = handoff.key, handoff.key.next_attempt()
         if self.random.random() < 0.5:
-            self.decode.scheduler.restart(old, handoff.key, self.now)
+            self.decode.scheduler.incoming.restart(old, handoff.key, self.now)
             self.handoffs[old.request_id] = HandOff(handoff.request, handoff.key)
         else:
-            self.decode.scheduler.fall_back(old, handoff.key, self.now)
+            self.decode.scheduler.incoming.fall_back(old, handoff.key, self.now)
             del self.handoffs[old.request_id]
             self.local[handoff.key] = (self.decode, handoff.request)
 
@@ -233,8 +233,8 @@ class World:
     def _drive(self, handoff: HandOff) -> None:
         scheduler = self.decode.scheduler
         if not handoff.claimed:
-            if scheduler.may_claim(handoff.key):
-                outlook = scheduler.claim(handoff.key)
+            if scheduler.incoming.may_claim(handoff.key):
+                outlook = scheduler.incoming.claim(handoff.key)
                 ticket = Request(
                     handoff.key,
                     handoff.request.prompt_token_ids,
@@ -253,24 +253,26 @@ class World:
             return
         if handoff.announced and handoff.num_reading == 0:
             theirs = [handoff.announced.popleft() for _ in range(self.random.randint(1, len(handoff.announced)))]
-            ours = scheduler.allocate(handoff.key, len(theirs))
+            ours = scheduler.incoming.allocate(handoff.key, len(theirs))
             if ours is None:
                 handoff.announced.extendleft(reversed(theirs))
             else:
                 handoff.num_reading += 1
-                self.reads.append(Read(handoff.key, list(zip(theirs, ours, strict=True)), scheduler.begin_pull(ours)))
+                self.reads.append(
+                    Read(handoff.key, list(zip(theirs, ours, strict=True)), scheduler.incoming.begin_pull(ours))
+                )
         elif handoff.last and not handoff.announced and handoff.num_reading == 0:
             last = handoff.last
             self.prefill.scheduler.release(handoff.key, self.now)
             self._arrived(
                 handoff,
-                outputs=scheduler.arrive(handoff.key, last.first_tokens, last.cached_tokens, self.now),
+                outputs=scheduler.incoming.arrive(handoff.key, last.first_tokens, last.cached_tokens, self.now),
             )
 
     def _finish_early(self, handoff: HandOff) -> list[SequenceOutput] | None:
         assert handoff.last is not None
         firsts: tuple[FirstToken, ...] = handoff.last.first_tokens
-        outputs = self.decode.scheduler.finish_early(handoff.key, firsts, handoff.last.cached_tokens, self.now)
+        outputs = self.decode.scheduler.incoming.finish_early(handoff.key, firsts, handoff.last.cached_tokens, self.now)
         if outputs is not None:
             self.prefill.scheduler.release(handoff.key, self.now)
         return outputs
@@ -284,12 +286,12 @@ class World:
     def _end_read(self, read: Read) -> None:
         self.reads.remove(read)
         valid = self.decode.checker.pull(self.prefill.checker, read.pairs)
-        self.decode.scheduler.end_pull(read.hold)
+        self.decode.scheduler.incoming.end_pull(read.hold)
         handoff = self.handoffs.get(read.key.request_id)
         if handoff is None or handoff.key != read.key:
             return
         handoff.num_reading -= 1
         if valid:
-            self.decode.scheduler.landed(read.key, len(read.pairs))
+            self.decode.scheduler.incoming.landed(read.key, len(read.pairs))
         else:
             self._again(handoff)

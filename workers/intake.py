@@ -185,7 +185,7 @@ class Intake:
         else:
             expected = self._engine.scheduler.expect(request, now)
             if expected.remaining <= request.local_prefill_max_tokens:
-                self._engine.scheduler.fall_back(request.key, request.key, now)
+                self._engine.scheduler.incoming.fall_back(request.key, request.key, now)
             else:
                 task = live.task = asyncio.create_task(self._tell(live, target), name=f"hand-off {request.key}")
                 self._tasks.add(task)
@@ -227,11 +227,11 @@ class Intake:
             alone = placed.prefill is None
             if placed.prefill is not None:
                 target = placed.prefill
-                outlook = scheduler.restart(old, live.key, self._engine.clock.now())
+                outlook = scheduler.incoming.restart(old, live.key, self._engine.clock.now())
                 if outlook.remaining <= live.request.local_prefill_max_tokens:
                     alone, old = True, live.key
             if alone:
-                scheduler.fall_back(old, live.key, self._engine.clock.now())
+                scheduler.incoming.fall_back(old, live.key, self._engine.clock.now())
             self._engine.changed()
             if alone:
                 return

@@ -129,9 +129,9 @@ class Puller:
     def _grant(self) -> None:
         scheduler = self._engine.scheduler
         for key, granted in list(self._claimants.items()):
-            if scheduler.may_claim(key):
+            if scheduler.incoming.may_claim(key):
                 del self._claimants[key]
-                granted.set_result(scheduler.claim(key))
+                granted.set_result(scheduler.incoming.claim(key))
 
     # -- announcements and reads
 
@@ -159,8 +159,8 @@ class Puller:
                 if not link.alive:
                     raise
                 receipt = await self._execute(ranks, todo, targets)
-        self._engine.scheduler.landed(key, len(targets))
-        self._engine.scheduler.note_transfer(
+        self._engine.scheduler.incoming.landed(key, len(targets))
+        self._engine.scheduler.incoming.note_transfer(
             key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes
         )
         self._engine.add_transfer(receipt.num_bytes, receipt.seconds)
@@ -171,7 +171,7 @@ class Puller:
     async def _allocate(self, key: RequestKey, num_blocks: int) -> tuple[tuple[int, int], ...]:
         try:
             async with asyncio.timeout(self._transfer_seconds):
-                while (targets := self._engine.scheduler.allocate(key, num_blocks)) is None:
+                while (targets := self._engine.scheduler.incoming.allocate(key, num_blocks)) is None:
                     await self._engine.next_change()
         except TimeoutError:
             raise NoRoom(
@@ -189,13 +189,13 @@ class Puller:
             BlockPull(source, epoch, target, target_epoch)
             for (source, epoch), (target, target_epoch) in zip(todo.blocks, targets, strict=True)
         ]
-        quarantine = scheduler.begin_pull(targets)
+        quarantine = scheduler.incoming.begin_pull(targets)
         reading = asyncio.wrap_future(executor.pull(ranks, pulls))
         late = asyncio.get_running_loop().call_later(self._transfer_seconds, executor.close_links, ranks.key)
 
         def over(reading: asyncio.Future[PullReceipt]) -> None:
             late.cancel()
-            scheduler.end_pull(quarantine)
+            scheduler.incoming.end_pull(quarantine)
             self._engine.changed()
             if not reading.cancelled():
                 reading.exception()
@@ -223,10 +223,10 @@ class Puller:
 
     def _finish_early(self, key: RequestKey, target: PrefillTarget, last: ChunkDone) -> list[SequenceOutput] | None:
         scheduler = self._engine.scheduler
-        scheduler.note_transfer(
+        scheduler.incoming.note_transfer(
             key, target.worker_id, queue_seconds=last.queue_seconds, prefill_seconds=last.prefill_seconds
         )
-        outputs = scheduler.finish_early(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
+        outputs = scheduler.incoming.finish_early(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
         if outputs is not None:
             self.num_handoffs += 1
             self._engine.changed()
@@ -236,8 +236,8 @@ class Puller:
         self, key: RequestKey, target: PrefillTarget, last: ChunkDone, exposed_seconds: float
     ) -> list[SequenceOutput]:
         scheduler = self._engine.scheduler
-        scheduler.note_transfer(key, target.worker_id, exposed_seconds=exposed_seconds)
-        outputs = scheduler.arrive(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
+        scheduler.incoming.note_transfer(key, target.worker_id, exposed_seconds=exposed_seconds)
+        outputs = scheduler.incoming.arrive(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
         self.num_handoffs += 1
         self._engine.changed()
         return outputs
