@@ -35,7 +35,8 @@ class EngineActor:
         import uvloop
         from prometheus_client import CollectorRegistry, start_http_server
 
-        from workers.ranks.group import build_executor, listen
+        from workers.ranks.build import build_executor
+        from workers.ranks.rendezvous import listen
         from workers.service import serve
 
         self._spec = spec = on_this_node(spec)
@@ -98,7 +99,7 @@ class RankActor:
 
     def join(self, spec: WorkerSpec, address: str, rank: int) -> None:
         """Begins to compute, once."""
-        from workers.ranks.group import rank_main
+        from workers.ranks.rank import rank_main
 
         run_on_thread(f"rank-{rank}", lambda: rank_main(address, spec.rendezvous_token, rank), self._ended)
 

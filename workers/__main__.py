@@ -24,7 +24,7 @@ from headrace.config import EngineConfig, HandoffConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.values import ParallelLayout, Role, WorkerInfo
 from workers.identity import Identity
-from workers.ranks.group import build_executor
+from workers.ranks.build import build_executor
 from workers.service import serve
 from workers.spec import WorkerSpec
 

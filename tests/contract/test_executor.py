@@ -18,7 +18,10 @@ from headrace.errors import CheckpointError, HeadraceError, IncompatiblePeer, Li
 from headrace.values import ParallelLayout, Role, SamplingParams
 from tests.contract.toy_runner import NUM_BLOCKS, SHAPE, Toy
 from workers.kv.links.base import BlockPull, PeerRanks
-from workers.ranks.group import RankExecutor, RankLimits, build_executor, listen, rank_main
+from workers.ranks.build import build_executor
+from workers.ranks.group import RankExecutor, RankLimits
+from workers.ranks.rank import rank_main
+from workers.ranks.rendezvous import listen
 from workers.scheduling.plan import RowStart, RowWork, StepPlan
 from workers.spec import WorkerSpec
 

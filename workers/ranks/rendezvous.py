@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
+from subprocess import TimeoutExpired
 
 from headrace.errors import WorkerLost
 from workers.kv.channel import Channel, ChannelClosed, Listener
@@ -90,3 +92,14 @@ def spawn_local(address: str, token: str, ranks: range) -> list[Child]:
     environment = os.environ | {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "workers.ranks.process", address]
     return [subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.DEVNULL) for rank in ranks]
+
+
+def end_all(children: Sequence[Child], seconds: float) -> None:
+    """Waits until all have ended; those that have not after `seconds` are killed."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutExpired:
+            child.kill()
+            child.wait()
