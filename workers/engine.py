@@ -201,6 +201,8 @@ class Engine:
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = self.clock.now()
+        # To plan nothing may have meant to preempt somebody: who waits for blocks looks again.
+        self._tell_waiters()
         await self._wake.wait()
         self._wake.clear()
 

@@ -101,6 +101,35 @@ async def test_the_overlapped_loop_answers_as_the_plain_one(clock: ManualClock) 
     assert answers[0] == answers[1]
 
 
+async def test_a_pulse_follows_the_preemption_that_leaves_nothing_to_plan(clock: ManualClock) -> None:
+    """Of 8 blocks a hand-off holds 5 of its 6, and what runs the other 3: neither could go on without the preemption,
+    and who waits in allocate() has to hear of it whenever it came to wait."""
+    engine = an_engine(MemoryExecutor(num_blocks=8), clock)
+    scheduler, promised = engine.scheduler, RequestKey("promised")
+    schedule, versions = scheduler.schedule, []
+
+    def watched(now: float) -> StepPlan | None:
+        before = scheduler.num_preemptions
+        plan = schedule(now)
+        if scheduler.num_preemptions > before:
+            assert plan is None
+            versions.append(engine.version)
+        return plan
+
+    scheduler.schedule = watched  # type: ignore[method-assign]
+    scheduler.submit(a_request("runs", length=4, max_tokens=20), clock.now())
+    scheduler.expect(a_request("promised", length=6 * BLOCK_SIZE, seed=2), clock.now())
+    async with running(engine), asyncio.timeout(10):
+        engine.changed()
+        await engine.next_change()
+        scheduler.claim(promised)
+        assert scheduler.allocate(promised, 5) is not None
+        while not versions:
+            await engine.next_change()
+        assert engine.version > versions[0]
+        assert scheduler.allocate(promised, 1) is not None
+
+
 async def test_one_step_ahead_and_no_further(clock: ManualClock) -> None:
     executor = MemoryExecutor()
     executor.go_steps.clear()
