@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from headrace import metrics
 from headrace.clock import Clock
@@ -77,7 +77,7 @@ class Follow:
                 _AWAY.set(0)
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
-            except (Unavailable, ResponseError) as error:
+            except (Unavailable, RedisError) as error:
                 _AWAY.set(1)
                 log.warning("the index is not followed just now: %s", error)
                 await asyncio.sleep(self._scan_seconds / 2)
@@ -182,15 +182,17 @@ class Follow:
     async def _lease_names(self, redis: Any) -> list[str]:
         return [name.decode() async for name in redis.scan_iter(match=self._keys.lease_pattern, count=1000)]
 
-    async def _ask_all(self, redis: Any, workers: dict[str, str]) -> dict[str, tuple[dict[bytes, bytes], bytes | None]]:
-        """Lease and snapshot position of every worker, in one round trip."""
+    async def _ask_all(self, redis: Any, workers: dict[str, str]) -> dict[str, tuple[Any, bytes | None]]:
+        """Lease and snapshot position of every worker, in one round trip. What Redis refuses of one worker's keys (they
+        are of another type, say) counts as absent, and costs the others nothing."""
         if not workers:
             return {}
         async with redis.pipeline(transaction=False) as pipe:
             for worker, lease in workers.items():
                 pipe.hgetall(lease)
                 pipe.hget(self._keys.blocks(worker), SNAPSHOT_META_FIELD)
-            replies = await pipe.execute()
+            answers = await pipe.execute(raise_on_error=False)
+        replies = [None if isinstance(answer, ResponseError) else answer for answer in answers]
         return dict(zip(workers, zip(replies[::2], replies[1::2], strict=True), strict=True))
 
     async def _snapshot(self, redis: Any, worker: str) -> tuple[dict[bytes, bytes], list[Any]]:
@@ -201,7 +203,7 @@ class Follow:
         return fields, last
 
 
-def _lease(worker: str, fields: dict[bytes, bytes]) -> tuple[str, int] | None:
+def _lease(worker: str, fields: dict[bytes, bytes] | None) -> tuple[str, int] | None:
     """(address, generation): all of a lease that a router needs; the rest it hears from the session's hello."""
     if not fields:
         return None

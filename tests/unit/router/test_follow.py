@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -79,6 +79,21 @@ async def test_a_late_router_begins_with_the_snapshot_and_follows_from_there(red
         await on.follow.read(1)
         assert on.held("a") == {0, 1, 2, 3, 7, 8}
         assert on.index.position("a") == (1, 3)
+
+
+@pytest.mark.parametrize("key", [KEYS.lease, KEYS.blocks])
+async def test_keys_of_one_worker_that_are_of_another_type_hide_no_other(
+    redis_url: str, key: Callable[[str], str]
+) -> None:
+    async with scene(redis_url) as on:
+        worker, other = on.publisher("a"), on.publisher("b")
+        for one in (worker, other):
+            await one.lease()
+            await one.store(range(3))
+        await on.redis.delete(key("a"))
+        await on.redis.set(key("a"), "what is this")
+        await on.follow.scan()
+        assert on.held("b") == {0, 1, 2}
 
 
 async def test_case_30_a_cleared_cache_leaves_the_index(redis_url: str) -> None:
