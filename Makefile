@@ -43,6 +43,9 @@ demo: setup model  ## one command: a real model through prefill and decode worke
 bench-stream: setup  ## what a router costs between a worker and 256 streams, beside a bare gRPC server (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_stream --out docs/benchmarks/stream-cpu.json $(if $(GATE),--gate)
 
+bench-router: setup  ## what the index and a placement cost, in time and memory (GATE=1 fails on a miss)
+	$(PY)/python -m loadtests.bench_router --out docs/benchmarks/router-cpu.json $(if $(GATE),--gate)
+
 gpu-test:  ## the kernels and the engine on a CUDA device, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
 
@@ -56,4 +59,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host'
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: bench-gpu bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: bench-gpu bench-router bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -17,7 +17,7 @@ from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Keys, decode_batch, decode_meta, parse_snapshot
-from router.decisions.index import Followed, Index, Outdated, Resync
+from router.decisions.index import Followed, Index, Outdated, Overfull, Resync
 from router.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 SCAN_SECONDS = 1.0
 READ_COUNT = 256
+TIER_ROOM = 16  # how many times the device's blocks a worker may hold, over all tiers
 FROM_THE_START = b"0-0"
 
 _RESYNCS = Counter(metrics.INDEX_RESYNCS, "Times a worker's part of the index was read again.", ["reason"])
+_IGNORED = Counter(metrics.INDEX_IGNORED, "Event batches that were read and not mirrored.", ["reason"])
 _AWAY = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.")
 _BLOCKS = Gauge(metrics.INDEX_BLOCKS, "Blocks in the mirror of the index.", ["worker"])
 
@@ -75,6 +77,8 @@ class Follow:
             try:
                 await self.scan()
                 _AWAY.set(0)
+                for _ in self._index.sweep():
+                    await asyncio.sleep(0)
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
             except (Unavailable, RedisError) as error:
@@ -125,6 +129,8 @@ class Follow:
             match outcome:
                 case Followed() | Outdated():
                     pass
+                case Overfull():
+                    _IGNORED.labels("overfull").inc()
                 case Resync(reason=reason):
                     await self._resync(worker, reason)
                     return
@@ -177,7 +183,8 @@ class Follow:
         """The session knows a new generation before Redis does."""
         session = self._sessions.find(worker_id)
         if session is not None:
-            self._index.expect(worker_id, session.info.generation)
+            max_entries = TIER_ROOM * session.info.capacity.num_blocks
+            self._index.expect(worker_id, session.info.generation, max_entries)
 
     async def _lease_names(self, redis: Any) -> list[str]:
         return [name.decode() async for name in redis.scan_iter(match=self._keys.lease_pattern, count=1000)]

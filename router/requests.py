@@ -238,7 +238,7 @@ class Requests:
                 revision=revision, kv_format=kv_format, block_size=block_size, cache_salt=job.cache_salt
             )
             matched = self._index.match(hasher.chain(job.prompt_token_ids))
-            cached.update((worker, num_blocks * block_size) for worker, num_blocks in matched.items())
+            cached.update((worker, int(matched.credit(worker) * block_size)) for worker in matched.depths)
         return cached
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:

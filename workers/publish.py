@@ -15,6 +15,7 @@ look older than what its predecessor left).
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from headrace.errors import ConfigError
 from headrace.keys import (
     SNAPSHOT_META_FIELD,
     STREAM_MAX_ENTRIES,
+    STREAM_MIN_BLOCKS,
     Digest,
     Event,
     EventBatch,
@@ -34,6 +36,7 @@ from headrace.keys import (
     decode_meta,
     encode_batch,
     encode_meta,
+    low_halves,
     snapshot_fields,
 )
 from headrace.leases import lease_fields
@@ -62,24 +65,30 @@ class CachedSet(Protocol):
 class Log:
     """The worker's side of the index: numbers the batches and keeps the digest. Pure; owned by one Publisher.
 
-    `sequence` and `digest` are those of the last batch made.
+    `sequence` and `digest` are those of the last batch made. `num_kept`: how many of the last batches the stream keeps.
+    They hold a quarter of the set together at most, so that the stream's size follows the set's: who lags further reads
+    the set.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.sequence = 0
         self.digest = Digest()
+        self._kept: deque[int] = deque(maxlen=STREAM_MAX_ENTRIES)
+        self._num_kept_blocks = 0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
 
     def batch(self, events: Sequence[Event]) -> EventBatch:
         """The next batch: these changes, in order."""
         for event in events:
             match event.kind:
                 case EventKind.STORED:
-                    for block in event.blocks:
-                        self.digest.add(block, event.tier)
+                    self.digest.add(low_halves(event.ids), event.tier)
                 case EventKind.REMOVED:
-                    for block in event.blocks:
-                        self.digest.remove(block, event.tier)
+                    self.digest.remove(low_halves(event.ids), event.tier)
                 case EventKind.CLEARED:
                     self.digest = Digest()
         return self._next(tuple(events))
@@ -87,14 +96,24 @@ class Log:
     def restart(self, blocks: Iterable[BlockId]) -> EventBatch:
         """The set is written anew: an empty batch, one number further than would follow, so that followers notice."""
         self.digest = Digest()
-        for block in blocks:
-            self.digest.add(block, Tier.DEVICE)
+        self.digest.add(low_halves(b"".join(blocks)), Tier.DEVICE)
         self.sequence += 1
         return self._next(())
 
     def _next(self, events: tuple[Event, ...]) -> EventBatch:
         self.sequence += 1
-        return EventBatch(self.generation, self.sequence, self.digest.count, self.digest.xor, events)
+        batch = EventBatch(self.generation, self.sequence, self.digest.count, self.digest.xor, events)
+        self._keep(batch.num_blocks)
+        return batch
+
+    def _keep(self, num_blocks: int) -> None:
+        if len(self._kept) == STREAM_MAX_ENTRIES:
+            self._num_kept_blocks -= self._kept.popleft()
+        self._kept.append(num_blocks)
+        self._num_kept_blocks += num_blocks
+        limit = max(STREAM_MIN_BLOCKS, self.digest.count // 4)
+        while self._num_kept_blocks > limit and len(self._kept) > 1:
+            self._num_kept_blocks -= self._kept.popleft()
 
 
 class Publisher:
@@ -260,7 +279,7 @@ class Publisher:
         for event in batch.events:
             match event.kind:
                 case EventKind.STORED:
-                    pipe.hset(self._blocks, mapping={bytes(block): bytes((event.tier,)) for block in event.blocks})
+                    pipe.hset(self._blocks, mapping=dict.fromkeys(event.blocks, bytes((event.tier,))))
                 case EventKind.REMOVED:
                     pipe.hdel(self._blocks, *event.blocks)
                 case EventKind.CLEARED:
@@ -283,7 +302,7 @@ class Publisher:
         await self._write(fill)
 
     def _note(self, pipe: Any, batch: EventBatch) -> None:
-        pipe.xadd(self._events, {BATCH_FIELD: encode_batch(batch)}, maxlen=STREAM_MAX_ENTRIES, approximate=True)
+        pipe.xadd(self._events, {BATCH_FIELD: encode_batch(batch)}, maxlen=self._log.num_kept, approximate=True)
 
 
 async def _field(redis: Any, key: str, field: str | bytes) -> bytes | None:

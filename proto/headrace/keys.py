@@ -5,14 +5,16 @@ stream entry; `blocks` holds the set itself with the sequence number at which it
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2b
+from functools import reduce
+from operator import xor
 
 from headrace.blocks import ID_BYTES, BlockId
 
 STREAM_MAX_ENTRIES = 4096
+STREAM_MIN_BLOCKS = 8192
 
 
 class Tier(IntEnum):
@@ -65,6 +67,7 @@ class Digest:
     """Count and XOR of H(id, tier) over a set of (id, tier): equal sets have equal digests, whatever the order.
 
     Mutable, owned by whoever keeps the set. The owner adds only what was absent and removes only what was present.
+    Ids are keyed hashes already, so H need not mix: it is the id's low half, turned by the tier.
     """
 
     __slots__ = ("count", "xor")
@@ -73,13 +76,14 @@ class Digest:
         self.count = count
         self.xor = xor
 
-    def add(self, block: BlockId, tier: Tier) -> None:
-        self.count += 1
-        self.xor ^= _element(block, tier)
+    def add(self, halves: Sequence[int], tier: Tier) -> None:
+        """`halves` are low_halves() of the ids."""
+        self.count += len(halves)
+        self.xor ^= _turned(reduce(xor, halves, 0), tier)
 
-    def remove(self, block: BlockId, tier: Tier) -> None:
-        self.count -= 1
-        self.xor ^= _element(block, tier)
+    def remove(self, halves: Sequence[int], tier: Tier) -> None:
+        self.count -= len(halves)
+        self.xor ^= _turned(reduce(xor, halves, 0), tier)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Digest) and (self.count, self.xor) == (other.count, other.xor)
@@ -90,8 +94,14 @@ class Digest:
         return f"Digest(count={self.count}, xor={self.xor:016x})"
 
 
-def _element(block: BlockId, tier: Tier) -> int:
-    return int.from_bytes(blake2b(block + bytes((tier,)), digest_size=8).digest(), "little")
+def low_halves(ids: bytes) -> tuple[int, ...]:
+    """The last 8 bytes of each of the joined ids: what digests and mirrors work with."""
+    return struct.unpack(f"<{len(ids) // 8}Q", ids)[1::2]
+
+
+def _turned(half: int, tier: Tier) -> int:
+    turn = 21 * tier
+    return (half << turn | half >> (64 - turn)) & (2**64 - 1)
 
 
 class EventKind(IntEnum):
@@ -102,11 +112,23 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change of a worker's set. CLEARED carries no blocks and empties all tiers."""
+    """One change of a worker's set. `ids` are joined block ids; CLEARED carries none and empties all tiers."""
 
     kind: EventKind
-    blocks: tuple[BlockId, ...] = ()
+    ids: bytes = b""
     tier: Tier = Tier.DEVICE
+
+    @classmethod
+    def of(cls, kind: EventKind, blocks: Iterable[BlockId], tier: Tier = Tier.DEVICE) -> "Event":
+        return cls(kind, b"".join(blocks), tier)
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        return tuple(split_ids(self.ids))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ids) // ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +145,11 @@ class EventBatch:
     def digest(self) -> Digest:
         return Digest(self.count, self.xor)
 
+    @property
+    def num_blocks(self) -> int:
+        """How many changes it holds."""
+        return sum(event.num_blocks for event in self.events)
+
 
 _HEAD = struct.Struct("<QQQQH")
 _EVENT = struct.Struct("<BBI")
@@ -131,8 +158,8 @@ _EVENT = struct.Struct("<BBI")
 def encode_batch(batch: EventBatch) -> bytes:
     parts = [_HEAD.pack(batch.generation, batch.sequence, batch.count, batch.xor, len(batch.events))]
     for event in batch.events:
-        parts.append(_EVENT.pack(event.kind, event.tier, len(event.blocks)))
-        parts.extend(event.blocks)
+        parts.append(_EVENT.pack(event.kind, event.tier, event.num_blocks))
+        parts.append(event.ids)
     return b"".join(parts)
 
 
@@ -148,7 +175,7 @@ def decode_batch(raw: bytes) -> EventBatch:
             end = at + num_blocks * ID_BYTES
             if end > len(raw):
                 raise ValueError(f"event batch is cut: {len(raw)} bytes, {end} expected")
-            events.append(Event(EventKind(kind), tuple(split_ids(raw[at:end])), Tier(tier)))
+            events.append(Event(EventKind(kind), raw[at:end], Tier(tier)))
             at = end
     except struct.error as error:
         raise ValueError(f"event batch is cut: {error}") from error
@@ -164,11 +191,15 @@ def split_ids(raw: bytes) -> Iterator[BlockId]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The set itself as it stood after event batch `sequence` of `generation`: (id, tier) pairs."""
+    """The set itself as it stood after event batch `sequence` of `generation`: at most one STORED event a tier."""
 
     generation: int
     sequence: int
-    blocks: tuple[tuple[BlockId, Tier], ...]
+    stored: tuple[Event, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(event.num_blocks for event in self.stored)
 
 
 SNAPSHOT_META_FIELD = b"meta"
@@ -202,13 +233,17 @@ def parse_snapshot(fields: dict[bytes, bytes]) -> Snapshot | None:
     if meta is None:
         return None
     generation, sequence = decode_meta(meta)
-    pairs: list[tuple[BlockId, Tier]] = []
+    ids: dict[bytes, list[bytes]] = {}
     for key, tiers in fields.items():
-        if key == SNAPSHOT_META_FIELD:
-            continue
-        if len(key) != ID_BYTES or not tiers:
+        if len(key) == ID_BYTES and tiers:
+            ids.setdefault(tiers, []).append(key)
+        elif key != SNAPSHOT_META_FIELD:
             raise ValueError(
                 f"snapshot has a block of {len(key)} bytes in {len(tiers)} tiers, {ID_BYTES} bytes expected"
             )
-        pairs.extend((BlockId(key), Tier(tier)) for tier in tiers)
-    return Snapshot(generation, sequence, tuple(pairs))
+    by_tier: dict[Tier, list[bytes]] = {}
+    for tiers, blocks in ids.items():
+        for tier in tiers:
+            by_tier.setdefault(Tier(tier), []).extend(blocks)
+    stored = tuple(Event(EventKind.STORED, b"".join(blocks), tier) for tier, blocks in by_tier.items())
+    return Snapshot(generation, sequence, stored)

@@ -19,6 +19,7 @@ FALLBACKS: Final = "headrace_fallbacks_total"  # router; reason
 PREDICTED_CACHED_TOKENS: Final = "headrace_predicted_cached_tokens_total"  # router; worker
 ACTUAL_CACHED_TOKENS: Final = "headrace_actual_cached_tokens_total"  # router; worker
 INDEX_RESYNCS: Final = "headrace_index_resyncs_total"  # router; reason
+INDEX_IGNORED: Final = "headrace_index_ignored_total"  # router; reason
 INDEX_BLOCKS: Final = "headrace_index_blocks"  # router; worker
 KV_BLOCKS: Final = "headrace_kv_blocks"  # worker; state
 STEPS: Final = "headrace_steps_total"  # worker

@@ -1,21 +1,33 @@
-"""The router's mirror of the prefix index: which worker holds which block (design 5.4). Pure.
+"""The router's mirror of the prefix index: which worker holds which block, and in which tier (design 5.4). Pure.
 
-One map from block id to the set of workers that hold it, a bit a worker. Compatibility classes need no maps of their
-own: the class is in the key of the hash, so ids of two classes never coincide, and a request is matched with the ids
-of each class it may run in.
+One map from block to holders, an int with a bit for every (worker, tier). A worker has a slot of TIER_BITS bits; what it
+forgets as a whole (a reset, a new generation, the end) costs a new slot, at once, and the old slot's bits are swept
+later, a shard at a time. Equal holders are one object, so that an entry costs its key and its place in the map.
+docs/routing.md has the sums.
+
+Compatibility classes need no maps of their own: the class is in the key of the hash, so ids of two classes never
+coincide, and a request is matched with the ids of each class it may run in. The map's keys are 60 bits of an id: what is
+taken for another block by that is a wrong guess of the router's, never a wrong answer, for workers compare whole ids.
 
 The mirror is a hint. A worker's part is trusted as far as it was followed without a gap; beyond that it says Resync,
 and that worker alone is read again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Literal
 
 from headrace.blocks import BlockId
-from headrace.keys import Digest, EventBatch, EventKind, Snapshot, Tier
+from headrace.keys import Digest, EventBatch, EventKind, Snapshot, Tier, low_halves
 
 BOOTSTRAP_SLICE_BLOCKS = 4096
+NUM_SHARDS = 1024
+MAX_ENTRIES = 16_000_000
+MAX_SHARED = 65_536
+TIER_BITS = len(Tier)
+TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.8, Tier.DISK: 0.4}
+_LOW_HALF = Struct("<8xQ").unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,11 @@ class Outdated:
 
 
 @dataclass(frozen=True, slots=True)
+class Overfull:
+    """The worker claims more blocks than it or the mirror may hold: it is mirrored no more until it begins anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resync:
     """The mirror of this worker cannot be continued from here: read its snapshot again."""
 
@@ -36,69 +53,142 @@ class Resync:
     reason: Literal["unknown", "gap", "generation", "digest"]
 
 
-Outcome = Followed | Outdated | Resync
+Outcome = Followed | Outdated | Overfull | Resync
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many leading blocks of a prompt each worker holds; those that hold none are absent.
+
+    `discounts`: what of them is not worth a block on the device, for workers that hold some in a lower tier only.
+    """
+
+    depths: dict[str, int]
+    discounts: dict[str, float]
+
+    def credit(self, worker: str) -> float:
+        """The worker's leading blocks, each with its tier's weight."""
+        return self.depths.get(worker, 0) - self.discounts.get(worker, 0.0)
 
 
 class _Mirror:
-    """One worker's set as this router knows it. `tiers` of a block is a bit for every tier that holds it."""
+    """One worker's part. `slot` numbers its bits in the map; `digest` counts what they say."""
 
-    __slots__ = ("bit", "digest", "generation", "sequence", "synced", "tiers")
+    __slots__ = ("digest", "flags", "full", "generation", "max_entries", "sequence", "slot", "synced")
 
-    def __init__(self, bit: int, generation: int) -> None:
-        self.bit = bit
+    def __init__(self, generation: int) -> None:
         self.generation = generation
         self.sequence = 0
         self.synced = False
+        self.full = False
+        self.max_entries = MAX_ENTRIES
+        self.slot = -1
+        self.flags: tuple[int, ...] = ()
         self.digest = Digest()
-        self.tiers: dict[BlockId, int] = {}
 
 
 class Index:
     """Owns the mirror; fed by router.follow alone, read by whoever places."""
 
-    def __init__(self) -> None:
-        self._holders: dict[BlockId, int] = {}
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._num_entries = 0
+        self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._shared: dict[int, int] = {}
         self._mirrors: dict[str, _Mirror] = {}
-        self._workers: dict[int, str] = {}
+        self._slots: dict[int, str | None] = {}
+        self._live = 0
+        self._dead = 0
 
-    def match(self, ids: Iterable[BlockId]) -> dict[str, int]:
-        """How many leading blocks of a prompt each worker holds; workers that hold none are absent.
+    # -- reading
 
-        `ids` is read only as far as any worker follows, so a lazy chain is hashed no further than that.
-        """
-        matched: dict[str, int] = {}
-        holders = self._holders
-        alive = -1
-        depth = 0
-        for block in ids:
-            still = holders.get(block, 0) & alive
-            if still != alive:
-                if depth:
-                    self._note(matched, alive & ~still, depth)
-                alive = still
-                if not alive:
-                    return matched
-            depth += 1
-        if depth:
-            self._note(matched, alive, depth)
-        return matched
+    def match(self, ids: Iterable[BlockId]) -> Match:
+        """Who holds how much of a prompt. `ids` is read only as far as any worker follows, so a lazy chain is hashed no
+        further than that."""
+        depths: dict[str, int] = {}
+        discounts: dict[str, float] = {}
+        shards = self._shards
+        alive = self._live
+        lower = 0
+        last: int | None = None
+        depth = -1
+        for depth, block in enumerate(ids if alive else ()):
+            key = _LOW_HALF(block)[0] >> 4
+            held = shards[key % NUM_SHARDS].get(key, 0)
+            if held is not last:
+                last = held
+                still = (held | held >> 1 | held >> 2) & alive
+                if still != alive:
+                    if depth:
+                        self._note(depths, alive & ~still, depth)
+                    alive = still
+                    if not alive:
+                        break
+                lower = alive & ~held
+            if lower:
+                self._discount(discounts, lower, held)
+        else:
+            if depth >= 0:
+                self._note(depths, alive, depth + 1)
+        return Match(depths, discounts)
 
-    def _note(self, matched: dict[str, int], bits: int, depth: int) -> None:
+    def holds(self, worker: str, block: BlockId) -> bool:
+        mirror = self._mirrors.get(worker)
+        key = _LOW_HALF(block)[0] >> 4
+        return mirror is not None and bool(self._shards[key % NUM_SHARDS].get(key, 0) & sum(mirror.flags))
+
+    def position(self, worker: str) -> tuple[int, int] | None:
+        """(generation, sequence) up to which the worker is followed; None while it must be read again."""
+        mirror = self._mirrors.get(worker)
+        return (mirror.generation, mirror.sequence) if mirror is not None and mirror.synced else None
+
+    def num_blocks(self, worker: str) -> int:
+        """Entries of the worker: a block counts in each tier that holds it."""
+        mirror = self._mirrors.get(worker)
+        return mirror.digest.count if mirror is not None else 0
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(self._mirrors)
+
+    @property
+    def num_keys(self) -> int:
+        """Size of the map, with what is still to be swept."""
+        return sum(map(len, self._shards))
+
+    def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
         while bits:
             lowest = bits & -bits
-            matched[self._workers[lowest]] = depth
+            worker = self._slots[lowest.bit_length() // TIER_BITS]
+            assert worker is not None, "only live slots are matched"
+            depths[worker] = depth
             bits ^= lowest
 
-    def expect(self, worker: str, generation: int) -> None:
-        """A worker of this generation is served now: what an older one held is forgotten, and never credited again."""
+    def _discount(self, discounts: dict[str, float], bits: int, held: int) -> None:
+        while bits:
+            lowest = bits & -bits
+            worker = self._slots[lowest.bit_length() // TIER_BITS]
+            assert worker is not None, "only live slots are matched"
+            tier = Tier.HOST if held & lowest << Tier.HOST else Tier.DISK
+            discounts[worker] = discounts.get(worker, 0.0) + 1.0 - TIER_CREDIT[tier]
+            bits ^= lowest
+
+    # -- following
+
+    def expect(self, worker: str, generation: int, max_entries: int | None = None) -> None:
+        """A worker of this generation is served now: what an older one held is forgotten, and never credited again.
+        `max_entries`: how many blocks it can hold at most."""
         mirror = self._mirrors.get(worker)
         if mirror is None:
-            self._mirrors[worker] = _Mirror(self._free_bit(worker), generation)
+            mirror = self._mirrors[worker] = _Mirror(generation)
+            self._take_slot(worker, mirror)
         elif mirror.generation < generation:
-            self._renew(mirror, generation)
+            self._renew(worker, mirror, generation)
+        if max_entries is not None and mirror.generation == generation:
+            mirror.max_entries = max_entries
 
     def bootstrap(self, worker: str, snapshot: Snapshot) -> Iterator[None]:
-        """Makes the worker's mirror equal to the snapshot, changing only what differs.
+        """Makes the worker's mirror equal to the snapshot. Until that is done it stays as it was.
 
         To be advanced to its end before the worker's next batch; it yields every BOOTSTRAP_SLICE_BLOCKS, so that
         whoever advances it may let others run. A snapshot of an older generation than expected changes nothing.
@@ -108,19 +198,30 @@ class Index:
         if mirror.generation != snapshot.generation:
             return
         mirror.synced = False
-        wanted: dict[BlockId, int] = {}
-        for block, tier in snapshot.blocks:
-            wanted[block] = wanted.get(block, 0) | 1 << tier
-        changed = [block for block in mirror.tiers if block not in wanted]
-        changed += [block for block, tiers in wanted.items() if mirror.tiers.get(block) != tiers]
-        for number, block in enumerate(changed):
-            self._set_tiers(mirror, block, wanted.get(block, 0))
-            if number % BOOTSTRAP_SLICE_BLOCKS == BOOTSTRAP_SLICE_BLOCKS - 1:
-                yield
-                if self._mirrors.get(worker) is not mirror or mirror.generation != snapshot.generation:
-                    return
-        mirror.sequence = snapshot.sequence
-        mirror.synced = True
+        if not self._may_hold(mirror, snapshot.num_blocks - mirror.digest.count):
+            self._give_up(worker, mirror)
+            mirror.sequence, mirror.synced = snapshot.sequence, True
+            return
+        fresh = _Mirror(snapshot.generation)
+        fresh.sequence, fresh.max_entries = snapshot.sequence, mirror.max_entries
+        self._take_slot(None, fresh)
+        loaded = False
+        try:
+            for event in snapshot.stored:
+                halves = low_halves(event.ids)
+                for start in range(0, len(halves), BOOTSTRAP_SLICE_BLOCKS):
+                    self._store(fresh, halves[start : start + BOOTSTRAP_SLICE_BLOCKS], event.tier)
+                    yield
+                    if self._mirrors.get(worker) is not mirror or mirror.generation != snapshot.generation:
+                        return
+            self._retire(mirror)
+            fresh.synced = loaded = True
+            self._mirrors[worker] = fresh
+            self._slots[fresh.slot] = worker
+            self._live |= 1 << fresh.slot * TIER_BITS
+        finally:
+            if not loaded:
+                self._retire(fresh)
 
     def apply(self, worker: str, batch: EventBatch) -> Outcome:
         """Follows one batch. Applying a batch twice changes nothing; one that does not continue the mirror says so."""
@@ -130,7 +231,7 @@ class Index:
         if batch.generation < mirror.generation:
             return Outdated()
         if batch.generation > mirror.generation:
-            self._renew(mirror, batch.generation)
+            self._renew(worker, mirror, batch.generation)
             return Resync(worker, "generation")
         if not mirror.synced:
             return Resync(worker, "unknown")
@@ -139,82 +240,130 @@ class Index:
         if batch.sequence != mirror.sequence + 1:
             mirror.synced = False
             return Resync(worker, "gap")
-        for event in batch.events:
-            if event.kind is EventKind.CLEARED:
-                self._clear(mirror)
-                continue
-            flag = 1 << event.tier
-            for block in event.blocks:
-                held = mirror.tiers.get(block, 0)
-                self._set_tiers(mirror, block, held | flag if event.kind is EventKind.STORED else held & ~flag)
         mirror.sequence = batch.sequence
+        for event in batch.events:
+            match event.kind:
+                case EventKind.CLEARED:
+                    self._clear(worker, mirror)
+                case EventKind.STORED if not mirror.full:
+                    if not self._may_hold(mirror, event.num_blocks):
+                        self._give_up(worker, mirror)
+                    else:
+                        self._store(mirror, low_halves(event.ids), event.tier)
+                case EventKind.REMOVED if not mirror.full:
+                    self._remove(mirror, low_halves(event.ids), event.tier)
+        if mirror.full:
+            return Overfull()
         if mirror.digest != batch.digest:
             mirror.synced = False
             return Resync(worker, "digest")
         return Followed()
 
     def drop(self, worker: str) -> None:
-        """The worker is gone for good; its bit is free for another."""
+        """The worker is gone for good."""
         mirror = self._mirrors.pop(worker, None)
         if mirror is not None:
-            self._clear(mirror)
-            del self._workers[mirror.bit]
+            self._retire(mirror)
 
-    def position(self, worker: str) -> tuple[int, int] | None:
-        """(generation, sequence) up to which the worker is followed; None while it must be read again."""
-        mirror = self._mirrors.get(worker)
-        return (mirror.generation, mirror.sequence) if mirror is not None and mirror.synced else None
+    def sweep(self) -> Iterator[None]:
+        """Frees what was forgotten as a whole; yields after every shard, so that whoever advances it may let others
+        run. Advanced to its end before the next one begins."""
+        dead = self._dead
+        if not dead:
+            return
+        for at, shard in enumerate(self._shards):
+            stale = [key for key, held in shard.items() if held & dead]
+            for key in stale:
+                left = shard[key] & ~dead
+                if left:
+                    shard[key] = self._share(left)
+                else:
+                    del shard[key]
+            if len(stale) > len(shard):
+                self._shards[at] = dict(shard)  # a dict does not shrink by itself
+            yield
+        self._dead &= ~dead
+        for slot in [slot for slot, worker in self._slots.items() if worker is None and dead >> slot * TIER_BITS & 1]:
+            del self._slots[slot]
 
-    def num_blocks(self, worker: str) -> int:
-        mirror = self._mirrors.get(worker)
-        return len(mirror.tiers) if mirror is not None else 0
+    # -- the map and the slots change here alone
 
-    @property
-    def workers(self) -> tuple[str, ...]:
-        return tuple(self._mirrors)
+    def _store(self, mirror: _Mirror, halves: Sequence[int], tier: Tier) -> None:
+        flag, shards, share = mirror.flags[tier], self._shards, self._share
+        repeated = []
+        for half in halves:
+            key = half >> 4
+            shard = shards[key % NUM_SHARDS]
+            held = shard.get(key)
+            if held is None:
+                shard[key] = flag
+            elif held & flag:
+                repeated.append(half)
+            else:
+                shard[key] = share(held | flag)
+        mirror.digest.add(halves, tier)
+        mirror.digest.remove(repeated, tier)
+        self._num_entries += len(halves) - len(repeated)
 
-    def _free_bit(self, worker: str) -> int:
-        bit = 1
-        while bit in self._workers:
-            bit <<= 1
-        self._workers[bit] = worker
-        return bit
+    def _remove(self, mirror: _Mirror, halves: Sequence[int], tier: Tier) -> None:
+        flag, shards, share = mirror.flags[tier], self._shards, self._share
+        absent = []
+        for half in halves:
+            key = half >> 4
+            shard = shards[key % NUM_SHARDS]
+            held = shard.get(key, 0)
+            if held == flag:
+                del shard[key]
+            elif held & flag:
+                shard[key] = share(held ^ flag)
+            else:
+                absent.append(half)
+        mirror.digest.remove(halves, tier)
+        mirror.digest.add(absent, tier)
+        self._num_entries -= len(halves) - len(absent)
 
-    def _renew(self, mirror: _Mirror, generation: int) -> None:
-        self._clear(mirror)
+    def _share(self, held: int) -> int:
+        """The one object for these holders. Forgetting which there are costs memory for a while, nothing else."""
+        if len(self._shared) >= MAX_SHARED:
+            self._shared.clear()
+        return self._shared.setdefault(held, held)
+
+    def _may_hold(self, mirror: _Mirror, num_more: int) -> bool:
+        return (
+            mirror.digest.count + num_more <= mirror.max_entries and self._num_entries + num_more <= self._max_entries
+        )
+
+    def _give_up(self, worker: str, mirror: _Mirror) -> None:
+        self._clear(worker, mirror)
+        mirror.full = True
+
+    def _renew(self, worker: str, mirror: _Mirror, generation: int) -> None:
+        self._clear(worker, mirror)
         mirror.generation, mirror.sequence, mirror.synced = generation, 0, False
 
-    def _clear(self, mirror: _Mirror) -> None:
-        keep = ~mirror.bit
-        holders = self._holders
-        for block in mirror.tiers:
-            left = holders[block] & keep
-            if left:
-                holders[block] = left
-            else:
-                del holders[block]
-        mirror.tiers.clear()
+    def _clear(self, worker: str, mirror: _Mirror) -> None:
+        mirror.full = False
+        if mirror.digest.count:
+            self._retire(mirror)
+            self._take_slot(worker, mirror)
+
+    def _take_slot(self, worker: str | None, mirror: _Mirror) -> None:
+        """Without a worker the slot is not matched yet."""
+        slot = next(slot for slot in range(len(self._slots) + 1) if slot not in self._slots)
+        self._slots[slot] = worker
+        first = slot * TIER_BITS
+        if worker is not None:
+            self._live |= 1 << first
+        mirror.slot = slot
+        mirror.flags = tuple(1 << first + tier for tier in Tier)
         mirror.digest = Digest()
 
-    def _set_tiers(self, mirror: _Mirror, block: BlockId, tiers: int) -> None:
-        """The one place where a worker's set, its digest and the shared map change, together."""
-        held = mirror.tiers.get(block, 0)
-        if held == tiers:
-            return
-        for tier in Tier:
-            flag = 1 << tier
-            if tiers & flag and not held & flag:
-                mirror.digest.add(block, tier)
-            elif held & flag and not tiers & flag:
-                mirror.digest.remove(block, tier)
-        if not tiers:
-            del mirror.tiers[block]
-            left = self._holders[block] & ~mirror.bit
-            if left:
-                self._holders[block] = left
-            else:
-                del self._holders[block]
-            return
-        mirror.tiers[block] = tiers
-        if not held:
-            self._holders[block] = self._holders.get(block, 0) | mirror.bit
+    def _retire(self, mirror: _Mirror) -> None:
+        """What the mirror holds is not matched from now on; its bits are swept later."""
+        self._num_entries -= mirror.digest.count
+        self._live &= ~mirror.flags[Tier.DEVICE]
+        if mirror.digest.count:
+            self._slots[mirror.slot] = None
+            self._dead |= sum(mirror.flags)
+        else:
+            del self._slots[mirror.slot]

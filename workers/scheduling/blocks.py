@@ -341,9 +341,9 @@ class _EventLog:
 
     def drain(self, everything: Iterable[BlockId]) -> list[Event]:
         if self._overflowed:
-            events = [Event(EventKind.CLEARED), Event(EventKind.STORED, tuple(everything))]
+            events = [Event(EventKind.CLEARED), Event.of(EventKind.STORED, everything)]
         else:
-            events = [Event(kind, tuple(ids)) for kind, ids in self._runs]
+            events = [Event.of(kind, ids) for kind, ids in self._runs]
         self._runs = []
         self._size = 0
         self._overflowed = False

@@ -14,6 +14,7 @@ from headrace.keys import (
     Tier,
     encode_batch,
     encode_meta,
+    low_halves,
     snapshot_fields,
 )
 
@@ -47,12 +48,12 @@ class Publisher:
     async def store_blocks(self, blocks: Iterable[BlockId]) -> EventBatch:
         added = tuple(blocks)
         self.held |= set(added)
-        return await self._publish(Event(EventKind.STORED, added))
+        return await self._publish(Event.of(EventKind.STORED, added))
 
     async def remove(self, numbers: Iterable[int]) -> EventBatch:
         removed = tuple(block(number) for number in numbers)
         self.held -= set(removed)
-        return await self._publish(Event(EventKind.REMOVED, removed))
+        return await self._publish(Event.of(EventKind.REMOVED, removed))
 
     async def clear(self) -> EventBatch:
         self.held.clear()
@@ -73,8 +74,7 @@ class Publisher:
     async def _publish(self, event: Event) -> EventBatch:
         self.sequence += 1
         digest = Digest()
-        for held in self.held:
-            digest.add(held, Tier.DEVICE)
+        digest.add(low_halves(b"".join(self.held)), Tier.DEVICE)
         batch = EventBatch(self.generation, self.sequence, digest.count, digest.xor, (event,))
         blocks: Any = self._keys.blocks(self.worker)
         async with self._redis.pipeline(transaction=True) as pipe:

