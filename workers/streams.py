@@ -261,7 +261,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             case "beat":
                 stream.send(transfer_pb2.SourceMessage(beat=message.beat))
             case "renew":
-                self._source.renew(stream, wire.key_from_pb(message.renew.key))
+                self._source.renew(stream, wire.key_from_pb(message.renew.key), heard=not message.renew.unheard)
             case kind:
                 log.warning("%s sent %s, which says nothing here", stream.peer, kind)
 

@@ -137,8 +137,8 @@ def release(key: RequestKey) -> transfer_pb2.PullerMessage:
     return transfer_pb2.PullerMessage(release=transfer_pb2.Release(key=wire.key_to_pb(key)))
 
 
-def renew(key: RequestKey) -> transfer_pb2.PullerMessage:
-    return transfer_pb2.PullerMessage(renew=transfer_pb2.Renew(key=wire.key_to_pb(key)))
+def renew(key: RequestKey, *, heard: bool) -> transfer_pb2.PullerMessage:
+    return transfer_pb2.PullerMessage(renew=transfer_pb2.Renew(key=wire.key_to_pb(key), unheard=not heard))
 
 
 def _abort(key: RequestKey, error: HeadraceError) -> transfer_pb2.Abort:

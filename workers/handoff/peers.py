@@ -89,10 +89,9 @@ class PeerLink:
         self._outbox.put_nowait(message)
 
     def renew(self) -> None:
-        """Pins of everything that is being pulled live on."""
+        """Pins of everything that is being pulled live on; and a ticket that its source lost is noticed."""
         for key, talk in self._conversations.items():
-            if talk.heard:
-                self.send(messages.renew(key))
+            self.send(messages.renew(key, heard=talk.heard))
 
     async def watch(self, silent_seconds: float) -> None:
         """Returns when the peer was silent for so long: it is dead, frozen, or behind a dead network."""

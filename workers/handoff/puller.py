@@ -5,9 +5,9 @@
     announce  blocks that hold their final content: allocate as many, read them
     last      first tokens: the request is over (nothing more is read), or joins the batch
 
-Waiting for a claim or in the peer's queue is not peer death; only a lost stream, an Abort, or no progress after the
-first announcement is. Whichever way it ends, the source hears Release or Abort; blocks that a rank may still write
-into stay quarantined until its read is over.
+Waiting for a claim or in the peer's queue is not peer death; only a lost stream, an Abort (also in answer to a Renew,
+when the peer does not know the ticket), or no progress after the first announcement is. Whichever way it ends, the
+source hears Release or Abort; blocks that a rank may still write into stay quarantined until its read is over.
 """
 
 import asyncio

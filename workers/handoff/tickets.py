@@ -7,7 +7,7 @@ waits for what. Every ticket ends in one cancel of the scheduler: released, abor
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.errors import DeadlineExceeded, Draining, HeadraceError, RequestCancelled, TransferFailed
+from headrace.errors import DeadlineExceeded, Draining, HeadraceError, TransferFailed
 from headrace.v1 import transfer_pb2
 from headrace.values import Request, RequestKey
 from workers.engine import Engine
@@ -72,11 +72,11 @@ class Source:
         if (ticket := self._find(key)) is not None:
             self._end(ticket)
 
-    def renew(self, stream: PullerStream, key: RequestKey) -> None:
-        """Moves the pin's deadline; a puller of what is gone is told so."""
+    def renew(self, stream: PullerStream, key: RequestKey, *, heard: bool) -> None:
+        """Moves the pin's deadline, unless the puller heard nothing of it yet; a puller of what is gone is told so."""
         if self._find(key) is None:
-            stream.send(source_abort(key, RequestCancelled(f"{key.request_id}, attempt {key.attempt}, is not here")))
-        else:
+            stream.send(source_abort(key, TransferFailed(f"{key.request_id}, attempt {key.attempt}, is not here")))
+        elif heard:
             self._engine.scheduler.renew(key, self._engine.clock.now())
 
     def close(self, stream: PullerStream) -> None:

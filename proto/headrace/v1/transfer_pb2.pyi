@@ -68,10 +68,12 @@ class Release(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ...) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ("key",)
+    __slots__ = ("key", "unheard")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ...) -> None: ...
+    unheard: bool
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., unheard: _Optional[bool] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("key", "reason")

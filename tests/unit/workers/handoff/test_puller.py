@@ -362,6 +362,41 @@ async def test_case_16_what_waits_to_be_pulled_is_bounded_on_the_prefill_side() 
         await both_idle(prefill, decode)
 
 
+@pytest.mark.parametrize("how", ["never came", "was dropped"])
+async def test_a_lost_ticket_is_noticed_and_placed_again(how: str) -> None:
+    """The stream lives and the peer answers beats: only the ticket is gone."""
+    patient = HANDOFF.model_copy(update={"transfer_seconds": 600.0})
+    asked = a_request(length=30)
+    async with a_pair(handoff=patient) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        if how == "never came":
+            await decode.faults(Fault(point="ticket", action="drop", times=1))
+        else:
+            prefill.executor.go_steps.clear()
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        if how == "was dropped":
+            while not prefill.worker.num_requests:
+                await prefill.worker.changed()
+            prefill.worker._source.release(RequestKey("q"))
+            prefill.executor.go_steps.set()
+        await answer.until(lambda answer: answer.lost)
+        assert "is not here" in answer.lost[0].reason
+        await answer_to_peer_lost(router, answer, prefill.target)
+        assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
+        await both_idle(prefill, decode)
+
+
+async def test_a_pin_whose_announcement_was_lost_ends() -> None:
+    """Its puller, who waits for it, asks after the ticket, and must not keep the pin alive by that."""
+    brief = HANDOFF.model_copy(update={"pin_seconds": 0.2, "transfer_seconds": 600.0})
+    async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        await prefill.faults(Fault(point="announce", action="drop"))
+        answer = router.submit(a_request(length=6, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        await answer_to_peer_lost(router, answer, None)
+        await answer.end()
+        await both_idle(prefill, decode)
+
+
 async def test_a_slow_read_keeps_its_pin_by_renewing_it() -> None:
     brief = HANDOFF.model_copy(update={"pin_seconds": 0.2})
     async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router:
