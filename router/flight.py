@@ -19,6 +19,8 @@ from headrace.values import (
 from router.decisions.placement import Placed, Why
 from router.decisions.retry import Progress
 
+STATES = ("queued", "prefill", "decode")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -131,6 +133,13 @@ class Flight:
         self._samples = [_Sample(open_text()) for _ in range(job.n)]
         self._num_open = job.n
         self._num_open_on_worker = job.n
+
+    @property
+    def state(self) -> str:
+        """One of STATES: where it is, as operators count it."""
+        if self.placed is None:
+            return "queued"
+        return "prefill" if self.waits_for_prefill else "decode"
 
     @property
     def done(self) -> bool:

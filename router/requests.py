@@ -20,7 +20,7 @@ from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.decisions.view import View, worker_view
-from router.flight import Explanation, Flight, Job, Piece, RequestTimeline, TextStream
+from router.flight import STATES, Explanation, Flight, Job, Piece, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
 
@@ -31,6 +31,7 @@ COUNT_EVERY_TOKENS = 64
 
 _REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["model", "outcome"])
 _READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
+_IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["state"])
 _SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
 _PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
 _FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
@@ -75,6 +76,7 @@ class Requests:
         self._admission = Admission(max_queue)
         self._ledger = Ledger()
         self._health = Health()
+        self._flights: set[Flight] = set()
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._explanations: dict[str, Explanation] = {}
         self._generations: dict[str, int] = {}
@@ -82,6 +84,8 @@ class Requests:
         sessions.listen(self._heard_of)
         for role in Role:
             _READY.labels(role.value).set_function(partial(self._num_ready, role))
+        for state in STATES:
+            _IN_FLIGHT.labels(state).set_function(partial(self._num_in, state))
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
@@ -124,6 +128,9 @@ class Requests:
     def num_queued(self) -> int:
         return len(self._admission)
 
+    def _num_in(self, state: str) -> int:
+        return sum(flight.state == state for flight in self._flights)
+
     def _num_ready(self, role: Role) -> int:
         return sum(worker.role is role and not worker.draining for worker in self.view().workers)
 
@@ -132,6 +139,7 @@ class Requests:
         self._next_number += 1
         key = RequestKey(f"{self._router_id}:{self._next_number:x}")
         flight = Flight(job, key, lambda: self._open_text(job), self._clock.now())
+        self._flights.add(flight)
         return flight, Mailbox(key, self._pacer)
 
     def _arm_deadline(self, flight: Flight, mailbox: Mailbox) -> asyncio.TimerHandle:
@@ -347,6 +355,7 @@ class Requests:
 
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
+        self._flights.discard(flight)
         session = self._sessions.find(flight.decode)
         if session is not None:
             if flight.ended_by_worker:

@@ -90,6 +90,11 @@ class Intake:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def num_handoffs(self) -> int:
+        """Hand-offs under way, those that still let go included."""
+        return len(self._tasks)
+
     # -- what routers ask
 
     def submit(self, session: RouterSession, request: Request) -> None:

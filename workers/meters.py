@@ -1,6 +1,6 @@
 """What a worker measures, under the names of `headrace.metrics`. Owned by the worker's service; counts, decides nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 
@@ -42,14 +42,21 @@ class Meters:
         )
         self._preemptions = Gauge(metrics.PREEMPTIONS, "Sequences preempted.", registry=registry)
         self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
+        self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
         self._breaker = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.", registry=registry)
 
     def watch(
-        self, blocks: Callable[[], BlockCounts], preemptions: Callable[[], int], breaker_open: Callable[[], bool]
+        self,
+        blocks: Callable[[], BlockCounts],
+        in_flight: Mapping[str, Callable[[], int]],
+        preemptions: Callable[[], int],
+        breaker_open: Callable[[], bool],
     ) -> None:
         """What is looked up when somebody scrapes."""
         for field in fields(BlockCounts):
             self._blocks.labels(field.name).set_function(partial(_state, blocks, field.name))
+        for state, count in in_flight.items():
+            self._in_flight.labels(state).set_function(count)
         self._preemptions.set_function(preemptions)
         self._breaker.set_function(breaker_open)
 

@@ -155,7 +155,10 @@ class Worker:
             )
         store = self._store
         self._meters.watch(
-            self.counts, lambda: self._scheduler.num_preemptions, lambda: store is not None and store.breaker_open
+            self.counts,
+            self._in_flight(),
+            lambda: self._scheduler.num_preemptions,
+            lambda: store is not None and store.breaker_open,
         )
         await self._show_health()
         await self._server.start()
@@ -243,6 +246,17 @@ class Worker:
 
     def counts(self) -> BlockCounts:
         return self._scheduler.counts()
+
+    def _in_flight(self) -> dict[str, Callable[[], int]]:
+        """What is here, by state: requests of routers and tickets of decode workers; of them, what waits, runs or is being
+        handed over."""
+        return {
+            "request": lambda: self._intake.num_live,
+            "ticket": lambda: self._source.num_tickets,
+            "waiting": lambda: self.load().num_waiting,
+            "running": lambda: self.load().num_running,
+            "handoff": lambda: self._intake.num_handoffs,
+        }
 
     @property
     def num_requests(self) -> int:

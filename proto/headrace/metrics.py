@@ -32,5 +32,6 @@ HANDOFF_BYTES: Final = "headrace_handoff_bytes_total"  # worker; side
 HANDOFF_FAILURES: Final = "headrace_handoff_failures_total"  # worker; reason
 PREFIX_HIT_TOKENS: Final = "headrace_prefix_hit_tokens_total"  # worker; tier
 PREFIX_QUERY_TOKENS: Final = "headrace_prefix_query_tokens_total"  # worker
+IN_FLIGHT: Final = "headrace_requests_in_flight"  # router, worker; state
 REDIS_BREAKER: Final = "headrace_redis_breaker_open"  # any; 1 while Redis is not waited for
 WORKERS_READY: Final = "headrace_workers_ready"  # router; role

@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
+from headrace import metrics
 from headrace.blocks import BlockHasher
 from headrace.errors import (
     ContextLengthExceeded,
@@ -28,6 +30,7 @@ from headrace.values import (
     TokenLogprobs,
     Usage,
 )
+from router.decisions.admission import WORKER_BACKLOG
 from router.flight import Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
@@ -64,6 +67,29 @@ async def test_tokens_become_pieces_and_the_last_one_carries_usage_and_timeline(
         assert pieces[-1].timeline.worker.decode_seconds == 2.0
         assert pieces[-1].timeline.decode_worker == "null"
         assert on.requests.num_in_flight == 0
+
+
+def in_flight() -> dict[str, float]:
+    states = ("queued", "prefill", "decode")
+    values = {state: REGISTRY.get_sample_value(metrics.IN_FLIGHT, {"state": state}) for state in states}
+    return {state: value for state, value in values.items() if value}
+
+
+async def test_a_request_is_counted_where_it_is_until_it_is_over() -> None:
+    async with NullWorker(worker_info(max_num_seqs=1)) as worker, stage(worker) as on:
+        (first, request), *others = [await begin(on, worker) for _ in range(1 + WORKER_BACKLOG)]
+        waiting = asyncio.create_task(collect(on.requests.stream(job())))
+        await asyncio.sleep(0)
+        assert in_flight() == {"prefill": 1 + WORKER_BACKLOG, "queued": 1}
+        worker.emit(request.key, ids("a"), num_generated=1, usage=Usage(10))
+        worker.emit(others[0][1].key, ids("b"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await others[0][0]
+        assert in_flight()["decode"] == 1
+        tasks = [first, waiting, *(task for task, _ in others)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert in_flight() == {}
 
 
 async def test_a_token_that_ends_by_its_id_is_counted_but_is_no_text() -> None:
