@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
+PYTHON ?= python3
 GPU_PYTHON ?= python3
 PY := $(if $(HEADRACE_VENV),$(HEADRACE_VENV),.venv)/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -11,7 +12,7 @@ help:  ## this list
 setup: $(PY)/headrace  ## the virtual environment, with torch for the CPU and everything that tests need
 
 $(PY)/headrace: pyproject.toml constraints.txt tools/setup.sh
-	bash tools/setup.sh $(PY)/..
+	PYTHON="$(PYTHON)" bash tools/setup.sh $(PY)/..
 	@touch $@
 
 protocol: setup  ## regenerate the code of proto/headrace/v1

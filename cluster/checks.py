@@ -1,30 +1,56 @@
 """What must hold before anything starts: the checkpoint is whole, every pool's layout fits the model, ports are free.
 
-A worker would find the same faults, but minutes later and one at a time. Each raises one error that names the key or
-the file, the value and what is allowed.
+A worker would find the same faults, but minutes later and one at a time. Each raises one error that names the key,
+the value and what is allowed.
 """
 
 import json
 import pathlib
+import re
 import socket
 from typing import Any
 
+from cluster.model_cache import local_source
 from headrace.config import ClusterConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
 from workers.kv.layout import shard
 from workers.models.checkpoint import Checkpoint
+from workers.models.fetch import KNOWN, no_progress
+from workers.models.gguf_source import Progress
 
 MAX_HEADER_BYTES = 100 * 2**20
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def check_checkpoint(source: str) -> Checkpoint:
-    """The checkpoint, opened: its configuration is known, and its weight files are as long as they say they are."""
-    checkpoint = Checkpoint.open(source)
-    for path in checkpoint.weight_files:
-        check_weight_file(path)
-    if not (checkpoint.folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{checkpoint.folder} lacks tokenizer.json")
+def is_path(model: str) -> bool:
+    """Whether it can only be meant as a place on this machine: no hub would take it for an id."""
+    return not HUB_ID.fullmatch(model)
+
+
+def check_checkpoint(model: str, progress: Progress = no_progress) -> Checkpoint:
+    """The checkpoint, opened, and fetched first where it is named: its configuration is known, and its weight files are
+    as long as they say they are. ConfigError says what is wrong with it, or what `model` may be."""
+    place = pathlib.Path(model)
+    if not place.is_dir() and (is_path(model) or (place.exists() and place.suffix != ".gguf")):
+        raise _no_model(model, f"there is no folder {model}")
+    try:
+        checkpoint = Checkpoint.open(local_source(model, progress))
+    except CheckpointError as error:
+        raise _no_model(model, error.message) from error
+    try:
+        for path in checkpoint.weight_files:
+            check_weight_file(path)
+        if not (checkpoint.folder / "tokenizer.json").is_file():
+            raise CheckpointError(f"{checkpoint.folder} lacks tokenizer.json")
+    except CheckpointError as error:
+        raise ConfigError(f"model: {error.message}", key="model", value=model) from error
     return checkpoint
+
+
+def _no_model(model: str, why: str) -> ConfigError:
+    folder = "a folder with config.json, tokenizer.json and .safetensors files"
+    allowed = f"{folder}, a .gguf file, {', '.join(KNOWN)}, or a hub id"
+    return ConfigError(f"model: {why}; it must be {allowed}", key="model", value=model, allowed=allowed)
 
 
 def check_weight_file(path: pathlib.Path) -> None:

@@ -1,13 +1,14 @@
 """The `headrace` command. Each subcommand is a file in cluster/commands, imported only when it runs.
 
 Errors are one line on stderr and a status that is not 0: 1 when something failed, 2 when the command line is wrong,
-130 when it was interrupted.
+130 (Ctrl-C) or 143 (SIGTERM) when it was interrupted.
 """
 
 import importlib
 import sys
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from headrace.errors import HeadraceError
 
@@ -49,17 +50,28 @@ def cli() -> None:
 def main() -> None:
     """The entry point: errors become one line and a status."""
     try:
-        status = cli.main(standalone_mode=False)
+        status = cli.main(prog_name="headrace", standalone_mode=False)
+    except NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        status = error.exit_code
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "headrace"
+        _say(f"{error.format_message().removesuffix('.')} (see `{where} --help`)")
+        status = error.exit_code
     except click.ClickException as error:
-        error.show()
+        _say(error.format_message())
         status = error.exit_code
     except click.Abort:
-        click.echo("interrupted", err=True)
+        _say("interrupted")
         status = 130
     except HeadraceError as error:
-        click.echo(f"headrace: {' '.join(error.message.split())}", err=True)
+        _say(error.message)
         status = 1
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say(message: str) -> None:
+    click.echo(f"headrace: {' '.join(message.split())}", err=True)
 
 
 if __name__ == "__main__":

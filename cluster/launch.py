@@ -18,9 +18,8 @@ import httpx
 import yaml
 
 from cluster import embedded, ray_session
-from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port
+from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port, is_path
 from cluster.child import Child, end_leftovers
-from cluster.model_cache import local_source
 from cluster.reconcile import Phase
 from cluster.session import Session, SessionFolder
 from cluster.state import ControlState, ObservedState, configured
@@ -115,7 +114,7 @@ def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
     """The configuration with every blank filled in: the model's folder, and ports where any would do."""
     report(Step("model", config.model))
     checkpoint = check_checkpoint(
-        local_source(config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}")))
+        config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}"))
     )
     check_layouts(config, checkpoint)
     check_ports(config)
@@ -291,6 +290,8 @@ def _reachable(host: str) -> str:
 
 
 def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:
-    """A model folder that the file names relative to itself, as an absolute path."""
-    folder = base / config.model
-    return config.model_copy(update={"model": str(folder.resolve())}) if folder.is_dir() else config
+    """A model folder or file that is named relative to the configuration file, as an absolute path."""
+    place = base / pathlib.Path(config.model).expanduser()
+    if place.exists() or is_path(config.model):
+        return config.model_copy(update={"model": str(place.resolve())})
+    return config

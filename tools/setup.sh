@@ -1,9 +1,22 @@
 #!/usr/bin/env bash
-# Makes the virtual environment named (default .venv): torch first, so that nothing else pulls a CUDA build of it.
+# Makes the virtual environment named (default .venv), with PYTHON (default python3): torch first, so that nothing else
+# pulls a CUDA build of it. Everything is pinned by constraints.txt, what builds this package included.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
-[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable ".[dev]"
+python=${PYTHON:-python3}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    found=$("$python" --version 2>/dev/null || true)
+    echo "setup: Python 3.11 or newer is needed, $python is ${found:-not there}. Name another: make setup PYTHON=python3.12" >&2
+    exit 1
+fi
+if [ -x "$venv/bin/python" ] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "setup: $venv was made with $("$venv/bin/python" --version), Python 3.11 or newer is needed: remove it first" >&2
+    exit 1
+fi
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv torch
+"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" \
+    --constraint constraints.txt --build-constraint constraints.txt --editable ".[dev]"

@@ -19,7 +19,7 @@ from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
 from cluster.model_cache import cache_folder
 from cluster.session import Session, SessionFolder
-from cluster.signals import Signals
+from cluster.signals import Interrupted, Signals
 from cluster.talk import Answer, AsyncClient, Options, measured, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
 from headrace.errors import InternalError
@@ -112,9 +112,9 @@ async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
         async with running(config, "", SessionFolder(config.name), signals.after_ray(report)) as cluster:
             return await _ask(cluster.session)
     except asyncio.CancelledError:
-        if signals.received:
-            raise click.Abort from None
-        raise
+        if signals.received is None:
+            raise
+        raise Interrupted(signals.received) from None
 
 
 async def _ask(session: Session) -> list[Answer]:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from rich.console import Console
 from cluster.launch import Report, Step, absolute, running, watch
 from cluster.progress import json_lines, shown, write_line
 from cluster.session import Session, SessionFolder
-from cluster.signals import Signals
+from cluster.signals import Interrupted, Signals, raised
 from headrace import config as configuration
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -58,18 +57,23 @@ def load(path: pathlib.Path) -> ClusterConfig:
 
 
 def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Ready) -> None:
-    """Runs the cluster until a signal asks for its end (an ordinary way out) or it cannot go on (an error)."""
+    """Runs the cluster until a signal asks for its end (an ordinary way out; Interrupted while it does not serve yet) or
+    it cannot go on (an error)."""
 
     async def serving() -> None:
         signals = Signals()
+        serves = False
         folder = SessionFolder(config.name, until_exit=True)
         try:
             async with running(config, str(path), folder, signals.after_ray(report)) as cluster:
+                serves = True
                 ready(cluster.session)
                 await watch(cluster, report)
         except asyncio.CancelledError:
-            if not signals.received:
+            if signals.received is None:
                 raise
+            if not serves:
+                raise Interrupted(signals.received) from None
 
     asyncio.run(serving())
 
@@ -80,23 +84,24 @@ def detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "cluster.cli", "up", str(config.resolve()), "--progress-fd", str(writing)]
-    with folder.log("up").open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            pass_fds=(writing,),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as lines, reporting(as_json, console) as report:
+    with raised(), reporting(as_json, console) as report:
+        with folder.log("up").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                pass_fds=(writing,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.close(writing)
         try:
-            return _follow(lines, report, folder)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
+            with os.fdopen(reading, encoding="utf-8") as lines:
+                return _follow(lines, report, folder)
+        except Interrupted:
+            process.terminate()
             process.wait()
-            raise click.Abort from None
+            raise
 
 
 def _follow(lines: TextIO, report: Report, folder: SessionFolder) -> Session:

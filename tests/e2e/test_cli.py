@@ -35,6 +35,10 @@ class Operator:
             timeout=240,
         )
 
+    def starts(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "cluster.cli", *arguments]
+        return subprocess.Popen(command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
     def said(self, *arguments: str, stdin: str = "") -> str:
         ran = self.run(*arguments, stdin=stdin)
         assert ran.returncode == 0, ran.stderr
@@ -127,3 +131,22 @@ def test_down_cleans_up_after_an_up_that_was_killed(operator: Operator, config: 
     said = operator.said("down")
     assert "ended what it left: router, redis" in said
     assert [process for process in operator.processes() if "router" in process or "valkey" in process] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "during", "number"),
+    [((), "ray", signal.SIGINT), ((), "workers", signal.SIGTERM), (("--detach",), "workers", signal.SIGINT)],
+)
+def test_an_interrupted_start_ends_all_that_it_started_and_says_so(
+    operator: Operator, config: pathlib.Path, options: tuple[str, ...], during: str, number: signal.Signals
+) -> None:
+    with operator.starts("up", str(config), "--json", *options) as up:
+        assert up.stdout is not None
+        while json.loads(up.stdout.readline())["name"] != during:
+            pass
+        up.send_signal(number)
+        _, said = up.communicate(timeout=120)
+    assert up.returncode == 128 + number
+    assert said == f"headrace: interrupted by {number.name}\n"
+    assert operator.processes() == []
+    assert "no cluster runs here" in operator.run("status").stderr

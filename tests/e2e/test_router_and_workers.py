@@ -11,13 +11,20 @@ import pytest
 import pytest_asyncio
 
 from headrace import config, store
-from headrace.errors import WorkerLost
+from headrace.client import AsyncClient
+from headrace.clock import SystemClock
+from headrace.errors import DeadlineExceeded, WorkerLost
 from headrace.v1 import control_pb2
 from headrace.values import SamplingParams
 from router.core import Core, running_core
 from router.decisions.placement import Candidate
+from router.edge.common import Edge
+from router.edge.grpc_api import add_services, open_server
 from router.flight import Job, Piece
+from router.text.vocabulary import Text
+from tests.e2e.routers import tiny_checkpoint
 from tests.tiny import make_checkpoint
+from tests.unit.router.scripted import make_edge
 from tests.unit.router.stage import collect, open_text
 from tests.worker_process import WorkerProcess, a_worker_process
 
@@ -45,8 +52,22 @@ class Cluster:
             self.changed.clear()
             await asyncio.wait_for(self.changed.wait(), 30)
 
+    async def idle(self) -> None:
+        """Returns when no worker has anything of any request; the answers to Describe are what is waited for."""
+        assert self.core.requests.num_in_flight == 0
+        async with asyncio.timeout(30):
+            for worker in self.workers.values():
+                async with worker.control() as control:
+                    while not _has_nothing(await control.Describe(control_pb2.DescribeRequest())):
+                        pass
+
     async def ask(self, name: str, length: int, **fields: object) -> list[Piece]:
         return await collect(self.core.requests.stream(job(name, length, **fields)))
+
+
+def _has_nothing(worker: control_pb2.DescribeResponse) -> bool:
+    load, blocks = worker.load, worker.blocks
+    return not (load.num_running or load.num_waiting or blocks.active or blocks.pinned or blocks.stranded)
 
 
 def job(name: str, length: int, *, n: int = 1, max_tokens: int = 6, **sampling: object) -> Job:
@@ -126,14 +147,41 @@ async def test_samples_and_cancels_leave_nothing_behind(cluster: Cluster) -> Non
         stream = cluster.core.requests.stream(job(f"gone{number}", 30, max_tokens=90))
         await anext(stream)
         await stream.aclose()
-    await cluster.until(
-        lambda: all(w.load.num_running + w.load.num_waiting == 0 for w in cluster.core.requests.view().workers)
-    )
-    assert cluster.core.requests.num_in_flight == 0
-    for worker in cluster.workers.values():
-        async with worker.control() as control:
-            counts = (await control.Describe(control_pb2.DescribeRequest())).blocks
-            assert (counts.active, counts.pinned, counts.stranded) == (0, 0, 0)
+    await cluster.idle()
+
+
+@pytest.mark.parametrize("slow", ["p0", "d0"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_deadline_of_a_grpc_call_ends_the_request_on_the_router_and_on_both_workers(
+    cluster: Cluster, tmp_path: pathlib.Path, slow: str
+) -> None:
+    """While its prompt is computed on the one, and while the other decodes."""
+    edge = make_edge(Text.load(tiny_checkpoint(tmp_path)), cluster.core.requests, clock=SystemClock())
+    async with (
+        serving_grpc(edge) as address,
+        AsyncClient(address) as client,
+        cluster.workers[slow].control() as control,
+    ):
+        delay = control_pb2.Fault(point="step", action="delay", seconds=1.0)
+        await control.Faults(control_pb2.FaultsRequest(faults=[delay]))
+        parts = client.generate(list(range(40)), max_tokens=20, temperature=0.0, timeout=1.5)
+        if slow == "d0":
+            assert (await anext(parts)).token_ids
+        with pytest.raises(DeadlineExceeded):
+            assert [part async for part in parts]
+        await control.Faults(control_pb2.FaultsRequest())
+        await cluster.idle()
+
+
+@asynccontextmanager
+async def serving_grpc(edge: Edge) -> AsyncIterator[str]:
+    server, port = open_server("127.0.0.1", 0, 2**20)
+    add_services(server, edge)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -112,4 +112,5 @@ def _from_hub(name: str) -> pathlib.Path:
     try:
         return pathlib.Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{name} is neither a folder here nor a model the hub can give: {error}") from error
+        why = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{name} is neither a folder here nor a model the hub can give: {why}") from error

@@ -87,9 +87,25 @@ def test_every_command_has_help(command: Command, name: str) -> None:
     assert ran.out.startswith("Usage: ")
 
 
-def test_a_wrong_option_is_a_usage_error(command: Command) -> None:
-    assert command("status", "--nonsense").status == 2
-    assert command("nonsense").status == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("status", "--nonsense"), "headrace: No such option '--nonsense' (see `headrace status --help`)"),
+        (("nonsense",), "headrace: No such command 'nonsense' (see `headrace --help`)"),
+        (("generate",), "headrace: Missing argument 'PROMPT' (see `headrace generate --help`)"),
+        (("up", "a", "b"), "headrace: Got unexpected extra argument (b) (see `headrace up --help`)"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(command: Command, arguments: tuple[str, ...], message: str) -> None:
+    ran = command(*arguments)
+    assert (ran.status, ran.out, ran.err) == (2, "", message + "\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("model",)])
+def test_without_a_word_it_says_what_there_is(command: Command, arguments: tuple[str, ...]) -> None:
+    ran = command(*arguments)
+    assert (ran.status, ran.err) == (2, "")
+    assert "Commands:" in ran.out
 
 
 def test_a_missing_configuration_is_named(command: Command) -> None:
@@ -114,10 +130,21 @@ def test_a_broken_configuration_is_named(command: Command, tmp_path: pathlib.Pat
     assert message in command.refused("up")
 
 
-def test_a_missing_checkpoint_is_named(command: Command, tmp_path: pathlib.Path, state: pathlib.Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "empty" in command.refused("up", write(tmp_path, empty))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nowhere", "model: there is no folder {here}/nowhere; it must be a folder with config.json"),
+        ("../some/where/deep", "where/deep; it must be a folder with config.json"),
+        ("empty", "model: cannot read {here}/empty/config.json: No such file or directory; it must be a folder"),
+        ("headrace.yaml", "model: there is no folder {here}/headrace.yaml; it must be"),
+        ("nowhere.gguf", "model: nowhere.gguf does not exist; it must be a folder with config.json"),
+    ],
+)
+def test_a_missing_checkpoint_is_named(
+    command: Command, tmp_path: pathlib.Path, state: pathlib.Path, model: str, message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert message.format(here=tmp_path) in command.refused("up", write(tmp_path, model))
     assert nothing_started(state)
 
 

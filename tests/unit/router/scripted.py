@@ -8,11 +8,11 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from headrace.clock import ManualClock
+from headrace.clock import Clock
 from headrace.config import LimitsConfig
 from headrace.errors import HeadraceError
 from headrace.values import Timeline, TokenLogprobs, Usage
-from router.edge.common import Edge
+from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
 from router.requests import Job, Piece, RequestTimeline
 from router.text.served import Models, ServedModel
@@ -92,7 +92,7 @@ class Scripted:
 
 
 def make_edge(
-    text: Text, requests: Scripted, *, api_keys: Sequence[str] = (), unready: str | None = None, clock: ManualClock
+    text: Text, requests: Streams, *, api_keys: Sequence[str] = (), unready: str | None = None, clock: Clock
 ) -> Edge:
     draws = random.Random(7)
     return Edge(
