@@ -90,14 +90,14 @@ class SessionFolder:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.lock(UP), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Whoever looks at the lock holds it for an instant: a second look tells him from a living cluster.
-            if not _try_lock(descriptor) and not (wait_unlocked(self.lock(UP), 0.5) and _try_lock(descriptor)):
-                raise ConfigError(
-                    f"a cluster named {self.cluster!r} runs already: end it with `headrace down`, or give this one "
-                    "another `name`",
-                    key="name",
-                    value=self.cluster,
-                )
+            while not _try_lock(descriptor, fcntl.LOCK_EX):  # again only while somebody looks, which takes an instant
+                if self.running:
+                    raise ConfigError(
+                        f"a cluster named {self.cluster!r} runs already: end it with `headrace down`, or give this one "
+                        "another `name`",
+                        key="name",
+                        value=self.cluster,
+                    )
             if self._until_exit:
                 os.dup(descriptor)
             yield
@@ -141,13 +141,13 @@ def find(cluster: str | None, root: pathlib.Path | None = None) -> SessionFolder
 
 
 def is_locked(path: pathlib.Path) -> bool:
-    """Whether a living process holds the lock."""
+    """Whether a living process holds the lock. A look is shared: it is no lock to others who look."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
-        return not _try_lock(descriptor)
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
@@ -172,9 +172,9 @@ def open_lock(path: pathlib.Path) -> int:
     return descriptor
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -182,6 +182,6 @@ def _try_lock(descriptor: int) -> bool:
 
 def _lock_and_close(descriptor: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)

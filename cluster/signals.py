@@ -23,8 +23,9 @@ class Signals:
     """Belongs to the task that made it. `received` is the first signal; further ones change nothing: the end is under
     way."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report) -> None:
         self.received: int | None = None
+        self._report = report
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -35,20 +36,17 @@ class Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
-    def after_ray(self, report: Report) -> Report:
-        """The same report, which installs the handlers again when Ray is up."""
-
-        def reporting(step: Step) -> None:
-            if step.name == "ray" and step.done:
-                self.install()
-            report(step)
-
-        return reporting
+    def report(self, step: Step) -> None:
+        """Passes a step on, and installs the handlers again when Ray is up."""
+        if step.name == "ray" and step.done:
+            self.install()
+        self._report(step)
 
     def _receive(self, number: int) -> None:
         if self.received is None:
             self.received = number
             self._task.cancel()
+            self._report(Step("end", f"{signal.Signals(number).name}: ends what was started"))
 
 
 @contextlib.contextmanager

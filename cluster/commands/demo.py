@@ -107,9 +107,9 @@ def _written(config: ClusterConfig) -> pathlib.Path:
 
 
 async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
-    signals = Signals()
+    signals = Signals(report)
     try:
-        async with running(config, "", SessionFolder(config.name), signals.after_ray(report)) as cluster:
+        async with running(config, "", SessionFolder(config.name), signals.report) as cluster:
             return await _ask(cluster.session)
     except asyncio.CancelledError:
         if signals.received is None:

@@ -16,7 +16,7 @@ CONTROLLER_SECONDS = 60.0
 @click.command(name="down")
 @click.option("--cluster", help="The cluster's name; not needed when there is one.")
 @click.option("--timeout", "seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="How it ended, as one object.")
 def command(cluster: str | None, seconds: float, as_json: bool) -> None:
     """End a cluster: the router first, then workers (drained), controller, Ray and the embedded Redis."""
     folder = find(cluster)

@@ -16,7 +16,7 @@ def command() -> None:
 @command.command()
 @click.argument("source")
 @click.option("--to", "target", type=click.Path(path_type=pathlib.Path), help="The folder; models/NAME unless given.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The folder and its revision, as one object.")
 def fetch(source: str, target: pathlib.Path | None, as_json: bool) -> None:
     """Fetch SOURCE into a folder: config, tokenizer, weights and their revision.
 

@@ -21,7 +21,7 @@ COLORS = {"ready": "green", "starting": "yellow", "draining": "yellow", "drained
 @click.command(name="status")
 @click.option("--cluster", help="The cluster's name; not needed when there is one.")
 @click.option("--watch", is_flag=True, help="Keep looking, once a second, until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="One object; with --watch one a line.")
 def command(cluster: str | None, watch: bool, as_json: bool) -> None:
     """Show every pool and worker: role, load, KV blocks, hand-offs, and each link with the reason for its kind."""
     session = read(cluster)

@@ -61,17 +61,18 @@ def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Read
     it cannot go on (an error)."""
 
     async def serving() -> None:
-        signals = Signals()
+        signals = Signals(report)
         serves = False
         folder = SessionFolder(config.name, until_exit=True)
         try:
-            async with running(config, str(path), folder, signals.after_ray(report)) as cluster:
+            async with running(config, str(path), folder, signals.report) as cluster:
                 serves = True
                 ready(cluster.session)
-                await watch(cluster, report)
+                await watch(cluster, signals.report)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise
+            report(Step("end", "nothing is left", done=True))
             if not serves:
                 raise Interrupted(signals.received) from None
 
@@ -95,13 +96,15 @@ def detach(config: pathlib.Path, as_json: bool, console: Console) -> Session:
                 start_new_session=True,
             )
         os.close(writing)
-        try:
-            with os.fdopen(reading, encoding="utf-8") as lines:
+        with os.fdopen(reading, encoding="utf-8") as lines:
+            try:
                 return _follow(lines, report, folder)
-        except Interrupted:
-            process.terminate()
-            process.wait()
-            raise
+            except Interrupted:
+                process.terminate()
+                with contextlib.suppress(HeadraceError):
+                    _follow(lines, report, folder)
+                process.wait()
+                raise
 
 
 def _follow(lines: TextIO, report: Report, folder: SessionFolder) -> Session:
@@ -143,5 +146,6 @@ def say_ready(session: Session, as_json: bool, console: Console) -> None:
     if as_json:
         write_line(sys.stdout, {"session": asdict(session)})
         return
-    console.print(f"\n[bold]{session.model_name}[/] is served at {session.http_url}/v1 (OpenAI) and at")
-    console.print(f"{session.grpc_address} (gRPC). Talk to it with `headrace chat`; end it with `headrace down`.")
+    where = f"{session.http_url}/v1 (OpenAI) and {session.grpc_address} (gRPC)"
+    console.print(f"\n[bold]{session.model_name}[/] is served at {where}.", soft_wrap=True)
+    console.print("Talk to it with `headrace chat`; end it with `headrace down`.", soft_wrap=True)

@@ -104,6 +104,11 @@ def test_up_status_generate_chat_down(operator: Operator, config: pathlib.Path) 
     assert said.count("TTFT") == 2
     assert "prefilled by prefill-0" in said
 
+    turns = lines(
+        operator.said("chat", "--json", "--max-tokens", "4", "--temperature", "0", stdin="hello\nand again\n\n")
+    )
+    assert [turn["path"]["decode_worker"] for turn in turns] == ["decode-0", "decode-0"]
+
     refused = operator.run("generate", "hello", "--model", "other")
     assert refused.returncode == 1
     assert "model must be one of tiny, got 'other'" in refused.stderr

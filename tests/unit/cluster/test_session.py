@@ -1,3 +1,4 @@
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -44,6 +45,16 @@ def test_a_cluster_runs_once(tmp_path: pathlib.Path) -> None:
         with pytest.raises(ConfigError, match="runs already"), SessionFolder("one", tmp_path).owned():
             pytest.fail("owned twice")
     assert not one.running
+
+
+def test_whoever_looks_at_a_lock_is_no_cluster_that_runs(tmp_path: pathlib.Path) -> None:
+    one = SessionFolder("one", tmp_path)
+    with one.owned():
+        pass
+    look = os.open(one.lock("up"), os.O_RDWR)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    assert not one.running
+    os.close(look)
 
 
 def test_the_only_cluster_needs_no_name_and_several_do(tmp_path: pathlib.Path) -> None:
