@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from time import perf_counter
@@ -51,7 +52,7 @@ from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, Placed, place
-from router.decisions.view import View, worker_view
+from router.decisions.view import Views
 from workers.publish import Publisher
 
 NUM_WORKERS = 128
@@ -94,6 +95,15 @@ def full_index(prompt: list[BlockId]) -> Index:
 # -- placement
 
 
+@dataclass
+class Heard:
+    """A session, as far as views go."""
+
+    info: WorkerInfo
+    report: LoadReport | None
+    lost: str | None = None
+
+
 class Decisions:
     """One decision after another, as the router makes them: each is entered into the ledger, an older one leaves it, and
     a worker reports between two."""
@@ -102,27 +112,25 @@ class Decisions:
         self._index = index
         self._random = Random(2)
         self._infos = [worker_info(number) for number in range(NUM_WORKERS)]
-        self._reports = {info.worker_id: self._report(info) for info in self._infos}
-        self._ledger, self._health = Ledger(), Health()
+        self._ledger = Ledger()
+        self._views = Views(self._ledger, Health())
+        for info in self._infos:
+            self._hear(info)
         self._num_in_flight = num_in_flight
         self._number = 0
 
-    def _report(self, info: WorkerInfo) -> LoadReport:
+    def _hear(self, info: WorkerInfo) -> None:
         running = self._random.randrange(20, 120)
         load = Load(3, running, self._random.randrange(30_000), running * 2000, 60_000, 500, 9000)
-        return LoadReport(load, Load(), info.cost, info.role, 40_000)
+        report = LoadReport(load, Load(), info.cost, info.role, 40_000)
+        self._views.heard(info.worker_id, Heard(info, report))
 
     def decide(self, tokens: list[int] | None, ids: list[BlockId]) -> None:
-        view = View(
-            tuple(worker_view(info, self._reports[info.worker_id], self._ledger, self._health) for info in self._infos)
-        )
+        view = self._views.view()
         cached: dict[str, int] = {}
-        for compatibility in {worker.info.compatibility for worker in view.workers}:
-            hasher = BlockHasher(
-                revision=compatibility.revision, kv_format=compatibility.kv_format, block_size=compatibility.block_size
-            )
-            match = self._index.match(hasher.chain(tokens) if tokens is not None else ids)
-            cached.update((worker, int(match.credit(worker) * BLOCK_SIZE)) for worker in match.depths)
+        for hash_class in {worker.hash_class for worker in view.workers}:
+            match = self._index.match(hash_class.hasher().chain(tokens) if tokens is not None else ids)
+            cached.update(match.credited_tokens(BLOCK_SIZE))
         ask = Ask(PROMPT_TOKENS, 256, 1, cached, 512, tie=self._random.random())
         placed = place(ask, view, 0.0)
         assert isinstance(placed, Placed)
@@ -139,8 +147,7 @@ class Decisions:
     def between(self) -> None:
         self._ledger.close(f"r{self._number - self._num_in_flight}")
         self._number += 1
-        info = self._random.choice(self._infos)
-        self._reports[info.worker_id] = self._report(info)
+        self._hear(self._random.choice(self._infos))
 
     def seconds(self, num_decisions: int, tokens: list[int] | None, ids: list[BlockId]) -> list[float]:
         seconds = []

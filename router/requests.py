@@ -9,7 +9,6 @@ from typing import assert_never
 from prometheus_client import Counter, Gauge, Histogram
 
 from headrace import metrics
-from headrace.blocks import BlockHasher
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
@@ -19,7 +18,7 @@ from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
-from router.decisions.view import View, worker_view
+from router.decisions.view import View, Views
 from router.flight import STATES, Explanation, Flight, Job, Piece, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
@@ -76,6 +75,7 @@ class Requests:
         self._admission = Admission(max_queue)
         self._ledger = Ledger()
         self._health = Health()
+        self._views = Views(self._ledger, self._health)
         self._flights: set[Flight] = set()
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._explanations: dict[str, Explanation] = {}
@@ -112,13 +112,7 @@ class Requests:
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
-        return View(
-            tuple(
-                worker_view(session.info, session.report, self._ledger, self._health)
-                for session in self._sessions.live()
-                if session.lost is None
-            )
-        )
+        return self._views.view()
 
     @property
     def num_in_flight(self) -> int:
@@ -236,17 +230,11 @@ class Requests:
 
     def _cached_tokens(self, job: Job, view: View) -> dict[str, int]:
         """What the index says each worker holds of the prompt. Ids are hashed once for every KV format there is."""
-        classes = {
-            (info.compatibility.revision, info.compatibility.kv_format, info.compatibility.block_size)
-            for info in (worker.info for worker in view.workers)
-        }
         cached: dict[str, int] = {}
-        for revision, kv_format, block_size in classes:
-            hasher = BlockHasher(
-                revision=revision, kv_format=kv_format, block_size=block_size, cache_salt=job.cache_salt
-            )
+        for hash_class in {worker.hash_class for worker in view.workers}:
+            block_size, hasher = hash_class.block_size, hash_class.hasher(job.cache_salt)
             matched = self._index.match(hasher.chain(job.prompt_token_ids))
-            cached.update((worker, int(matched.credit(worker) * block_size)) for worker in matched.depths)
+            cached.update(matched.credited_tokens(block_size))
         return cached
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
@@ -373,6 +361,7 @@ class Requests:
     def _heard_of(self, worker_id: str) -> None:
         """A worker's session began, reported or ended."""
         session = self._sessions.find(worker_id)
+        self._views.heard(worker_id, session)
         if session is not None and self._generations.get(worker_id) != session.info.generation:
             self._generations[worker_id] = session.info.generation
             self._health.forget(worker_id)

@@ -29,16 +29,17 @@ class _Record:
 
 
 class Health:
-    """Owns the failure records of one router, over all its requests."""
+    """Owns the failure records of one router, over all its requests. `version` changes with who is ejected."""
 
     def __init__(self, max_failures: int = 3, eject_seconds: float = 5.0, max_eject_seconds: float = 60.0) -> None:
         self._max_failures = max_failures
         self._eject_seconds = eject_seconds
         self._max_eject_seconds = max_eject_seconds
         self._records: dict[str, _Record] = {}
+        self.version = 0
 
     def succeeded(self, worker: str) -> None:
-        self._records.pop(worker, None)
+        self.forget(worker)
 
     def failed(self, worker: str, error: HeadraceError, now: float) -> None:
         """Counts the error against the worker if it is one that a sound worker would not have made."""
@@ -53,6 +54,7 @@ class Health:
             record.ejected_until = now + seconds
             record.num_ejections += 1
             record.num_failures = 0
+            self.version += 1
 
     def ejected_until(self, worker: str) -> float:
         """The time before which the worker is passed over; 0 when it never was ejected."""
@@ -61,4 +63,6 @@ class Health:
 
     def forget(self, worker: str) -> None:
         """A new generation of the worker begins without a record."""
-        self._records.pop(worker, None)
+        record = self._records.pop(worker, None)
+        if record is not None and record.num_ejections:
+            self.version += 1

@@ -15,6 +15,7 @@ and that worker alone is read again.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from struct import Struct
 from typing import Literal
 
@@ -70,6 +71,13 @@ class Match:
         """The worker's leading blocks, each with its tier's weight."""
         return self.depths.get(worker, 0) - self.discounts.get(worker, 0.0)
 
+    def credited_tokens(self, block_size: int) -> dict[str, int]:
+        """The same in tokens, for all workers."""
+        credited = {worker: depth * block_size for worker, depth in self.depths.items()}
+        for worker, discount in self.discounts.items():
+            credited[worker] -= ceil(discount * block_size)
+        return credited
+
 
 class _Mirror:
     """One worker's part. `slot` numbers its bits in the map; `digest` counts what they say."""
@@ -99,6 +107,7 @@ class Index:
         self._slots: dict[int, str | None] = {}
         self._live = 0
         self._dead = 0
+        self._tiered = False  # whether there ever was a block in a lower tier
 
     # -- reading
 
@@ -107,7 +116,7 @@ class Index:
         further than that."""
         depths: dict[str, int] = {}
         discounts: dict[str, float] = {}
-        shards = self._shards
+        shards, tiered = self._shards, self._tiered
         alive = self._live
         lower = 0
         last: int | None = None
@@ -117,7 +126,7 @@ class Index:
             held = shards[key % NUM_SHARDS].get(key, 0)
             if held is not last:
                 last = held
-                still = (held | held >> 1 | held >> 2) & alive
+                still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
                 if still != alive:
                     if depth:
                         self._note(depths, alive & ~still, depth)
@@ -157,12 +166,11 @@ class Index:
         return sum(map(len, self._shards))
 
     def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
+        slots = self._slots
         while bits:
-            lowest = bits & -bits
-            worker = self._slots[lowest.bit_length() // TIER_BITS]
-            assert worker is not None, "only live slots are matched"
-            depths[worker] = depth
-            bits ^= lowest
+            slot = bits.bit_length() // TIER_BITS
+            depths[slots[slot]] = depth  # type: ignore[index]  # only live slots are matched
+            bits ^= 1 << slot * TIER_BITS
 
     def _discount(self, discounts: dict[str, float], bits: int, held: int) -> None:
         while bits:
@@ -290,6 +298,7 @@ class Index:
 
     def _store(self, mirror: _Mirror, halves: Sequence[int], tier: Tier) -> None:
         flag, shards, share = mirror.flags[tier], self._shards, self._share
+        self._tiered = self._tiered or tier is not Tier.DEVICE
         repeated = []
         for half in halves:
             key = half >> 4

@@ -37,6 +37,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._sums: dict[str, _Sum] = {}
+        self._changed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -66,12 +67,18 @@ class Ledger:
         if entry is not None and entry.running:
             entry.num_context_tokens += num_tokens
             self._sums[entry.decode].context_tokens += num_tokens
+            self._changed.add(entry.decode)
 
     def close(self, request_id: str) -> None:
         """The request ended, whichever way. Closing an unknown one changes nothing."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._count(entry, -1)
+
+    def drain_changed(self) -> set[str]:
+        """The workers whose part changed since the last call. One reader."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def own(self, worker: str) -> Load:
         """This router's part of the worker's load."""
@@ -102,6 +109,7 @@ class Ledger:
         self._forget_idle(entry.decode)
 
     def _sum(self, worker: str) -> _Sum:
+        self._changed.add(worker)
         return self._sums.setdefault(worker, _Sum())
 
     def _forget_idle(self, worker: str) -> None:

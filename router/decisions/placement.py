@@ -21,7 +21,8 @@ NEAR_EQUAL_SECONDS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker.
+    """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker; the last
+    token of a prompt is computed in any case.
 
     `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
     `tie` in [0, 1) is drawn by the caller and picks among near-equals.
@@ -37,9 +38,13 @@ class Ask:
     tie: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """One worker in one role, with what was predicted of it. `refused` says why it was not considered."""
+    """One worker in one role, with what was predicted of it. `refused` says why it was not considered.
+
+    Nobody changes one; it is not frozen because one is made for every worker and request, and freezing costs five times
+    as much. The same goes for Pair.
+    """
 
     worker_id: str
     role: Literal["prefill", "decode"]
@@ -50,7 +55,7 @@ class Candidate:
     tpot_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pair:
     """A priced way to run the request; `prefill` None: the decode worker prefills alone."""
 
@@ -109,7 +114,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     chosen, num_near_equals = _pick(pairs, ask.tie)
     decode = workers[chosen.decode]
     prefill = workers[chosen.prefill] if chosen.prefill is not None else None
-    cached = _cached(ask, prefill or decode)
+    cached = (decodes[chosen.decode] if chosen.prefill is None else prefills[chosen.prefill]).cached_tokens
     why = Why(ask, candidates, tuple(pairs), chosen, num_near_equals, _reason(chosen, decode, prefills))
     return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, why)
 
@@ -117,83 +122,78 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 def _decode_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
     taken: dict[str, Candidate] = {}
     refused: list[Candidate] = []
+    ejected: set[str] = set()
+    num_prompt_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
     for worker in view.workers:
-        if not worker.role.decodes or (ask.decode is not None and worker.worker_id != ask.decode):
+        worker_id = worker.worker_id
+        if not worker.decodes or (ask.decode is not None and worker_id != ask.decode):
             continue
         # A worker that owns the request already keeps it, whatever became of it since.
-        reason = None if ask.decode is not None else _refusal(ask, worker, now)
+        reason = None if ask.decode is not None else _refusal(ask, worker)
         if reason is not None:
-            refused.append(Candidate(worker.worker_id, "decode", reason))
+            refused.append(Candidate(worker_id, "decode", reason))
             continue
-        num_sequences = max(worker.load.num_running + worker.load.num_waiting, 0) + ask.n
-        context = worker.load.context_tokens + ask.num_prompt_tokens
-        running = min(num_sequences, worker.info.capacity.max_num_seqs)
-        tpot = worker.cost.decode_step_seconds(running, context)
-        cached = _cached(ask, worker)
-        compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
-        taken[worker.worker_id] = Candidate(
-            worker.worker_id, "decode", None, cached, _room_seconds(ask, worker, tpot), compute, tpot
-        )
-    return _sound(taken, refused, "decode", view, now), refused
+        if now < worker.ejected_until:
+            ejected.add(worker_id)
+        running = worker.num_sequences + ask.n
+        if running > worker.max_num_seqs:
+            running = worker.max_num_seqs
+        tpot = worker.cost.decode_step_seconds(running, worker.load.context_tokens + num_prompt_tokens)
+        cached = held.get(worker_id, 0)
+        if cached >= num_prompt_tokens:
+            cached = num_prompt_tokens - 1
+        compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
+        room = _room_seconds(ask, worker, tpot)
+        taken[worker_id] = Candidate(worker_id, "decode", None, cached, room, compute, tpot)
+    return _sound(taken, refused, "decode", ejected), refused
 
 
 def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
     taken: dict[str, Candidate] = {}
     refused: list[Candidate] = []
+    ejected: set[str] = set()
+    num_prompt_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
     for worker in view.workers:
-        if not worker.role.prefills:
+        if not worker.prefills:
             continue
-        reason = _refusal(ask, worker, now)
+        worker_id = worker.worker_id
+        reason = _refusal(ask, worker)
         if reason is not None:
-            refused.append(Candidate(worker.worker_id, "prefill", reason))
+            refused.append(Candidate(worker_id, "prefill", reason))
             continue
-        cached = _cached(ask, worker)
-        compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
-        taken[worker.worker_id] = Candidate(worker.worker_id, "prefill", None, cached, _queue_seconds(worker), compute)
-    return _sound(taken, refused, "prefill", view, now), refused
+        if now < worker.ejected_until:
+            ejected.add(worker_id)
+        cached = held.get(worker_id, 0)
+        if cached >= num_prompt_tokens:
+            cached = num_prompt_tokens - 1
+        compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
+        taken[worker_id] = Candidate(worker_id, "prefill", None, cached, worker.queue_seconds, compute)
+    return _sound(taken, refused, "prefill", ejected), refused
 
 
-def _refusal(ask: Ask, worker: WorkerView, now: float) -> str | None:
+def _refusal(ask: Ask, worker: WorkerView) -> str | None:
     if worker.draining:
         return "draining"
     if worker.worker_id in ask.excluded:
         return "excluded"
-    if ask.num_prompt_tokens + ask.max_tokens > worker.info.capacity.max_context_tokens:
-        return "context"
-    return None
+    return "context" if ask.num_prompt_tokens + ask.max_tokens > worker.max_context_tokens else None
 
 
 def _sound(
-    taken: dict[str, Candidate],
-    refused: list[Candidate],
-    role: Literal["prefill", "decode"],
-    view: View,
-    now: float,
+    taken: dict[str, Candidate], refused: list[Candidate], role: Literal["prefill", "decode"], ejected: set[str]
 ) -> dict[str, Candidate]:
     """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
-    ejected = {worker.worker_id for worker in view.workers if worker.worker_id in taken and now < worker.ejected_until}
-    if len(ejected) == len(taken):
+    if not ejected or len(ejected) == len(taken):
         return taken
     refused.extend(Candidate(worker_id, role, "ejected") for worker_id in sorted(ejected))
     return {worker_id: candidate for worker_id, candidate in taken.items() if worker_id not in ejected}
 
 
-def _cached(ask: Ask, worker: WorkerView) -> int:
-    """Prompt tokens that need not be computed there: at least the last one always is."""
-    held = ask.cached_tokens.get(worker.worker_id, 0) if ask.cached_tokens else 0
-    return min(held, ask.num_prompt_tokens - 1)
-
-
-def _queue_seconds(worker: WorkerView) -> float:
-    """How long the prompts that wait on the worker take to compute, step by step."""
-    waiting = worker.load.waiting_prefill_tokens
-    steps = ceil(waiting / worker.info.capacity.max_step_tokens)
-    return steps * worker.cost.prefill_base_seconds + waiting * worker.cost.prefill_token_seconds
-
-
 def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
     """How long until the worker has a free row and the blocks for this request: ended sequences make room, one every
     `tpot` × half an expected output ÷ their number."""
+    if ask.n <= worker.free_slots and ask.num_prompt_tokens <= worker.free_tokens:
+        return 0.0
     running = max(worker.load.num_running, 1)
     mean_tokens = max(worker.load.context_tokens // running, 1)
     missing_rows = max(ask.n - worker.free_slots, 0)
@@ -206,10 +206,10 @@ def _priced(
     ask: Ask, workers: Mapping[str, WorkerView], decodes: Mapping[str, Candidate], prefills: Mapping[str, Candidate]
 ) -> list[Pair]:
     best_decodes = sorted(decodes.values(), key=lambda c: c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds)
-    warmest = sorted(decodes.values(), key=lambda c: -c.cached_tokens)[:1]
+    warmest = max(decodes.values(), key=lambda c: c.cached_tokens)
     best_prefills = sorted(prefills.values(), key=lambda c: c.wait_seconds + c.prefill_seconds)[: BEST_FEW + 1]
     pairs: list[Pair] = []
-    for candidate in {c.worker_id: c for c in (*best_decodes[:BEST_FEW], *warmest)}.values():
+    for candidate in {c.worker_id: c for c in (*best_decodes[:BEST_FEW], warmest)}.values():
         decode = workers[candidate.worker_id]
         partners = [p for p in best_prefills if _may_pair(decode, workers[p.worker_id])][:BEST_FEW]
         pairs.extend(_pair(ask, decode, candidate, workers[p.worker_id], p) for p in partners)
@@ -222,8 +222,8 @@ def _may_pair(decode: WorkerView, prefill: WorkerView) -> bool:
     """Two unified workers gain nothing by a hand-off that joining the better one would not give."""
     return (
         decode.worker_id != prefill.worker_id
-        and not (decode.role.prefills and prefill.role.decodes)
-        and decode.info.compatibility == prefill.info.compatibility
+        and not (decode.prefills and prefill.decodes)
+        and (decode.compatibility is prefill.compatibility or decode.compatibility == prefill.compatibility)
     )
 
 
@@ -231,7 +231,7 @@ def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partn
     """A decode worker prefills where nobody else can, where little remains, or where it holds more than any other."""
     remaining = ask.num_prompt_tokens - candidate.cached_tokens
     return (
-        decode.role.prefills
+        decode.prefills
         or not partners
         or remaining <= ask.local_prefill_max_tokens
         or candidate.cached_tokens > max(partner.cached_tokens for partner in partners)
@@ -245,7 +245,7 @@ def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerVie
 
 
 def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
-    ttft = max(_queue_seconds(decode), candidate.wait_seconds) + candidate.prefill_seconds
+    ttft = max(decode.queue_seconds, candidate.wait_seconds) + candidate.prefill_seconds
     stall = candidate.prefill_seconds * decode.load.num_running
     return _price(ask, decode, None, candidate.tpot_seconds, ttft, 0.0, stall)
 

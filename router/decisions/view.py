@@ -1,16 +1,47 @@
 """What placement sees of the workers: frozen values, made from their reports and the router's own ledger. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple, Protocol
 
+from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
-from headrace.values import Load, LoadReport, PrefillTarget, Role, WorkerInfo
+from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 
 
+class HashClass(NamedTuple):
+    """Workers of one class give the same ids to the same tokens."""
+
+    revision: str
+    kv_format: str
+    block_size: int
+
+    def hasher(self, cache_salt: str = "") -> BlockHasher:
+        return BlockHasher(
+            revision=self.revision, kv_format=self.kv_format, block_size=self.block_size, cache_salt=cache_salt
+        )
+
+
+@lru_cache(maxsize=256)
+def _one(compatibility: Compatibility) -> Compatibility:
+    """Equal ones as the same object, so that comparing them is cheap."""
+    return compatibility
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as it is believed to be now. `load` is net of double counting; `free_blocks` is as reported."""
+    """One worker as it is believed to be now. `load` is net of double counting; `free_blocks` is as reported.
+
+    The other fields follow from these; they are worked out once a change, and read once a request.
+
+    free_tokens      tokens of KV that are neither held nor promised; below 0 when more is promised than there is
+    num_sequences    running and waiting ones
+    free_slots       how many more sequences the worker runs at once; below 0 when some already wait
+    queue_seconds    how long the prompts that wait on the worker take to compute, step by step
+    """
 
     info: WorkerInfo
     role: Role
@@ -19,24 +50,38 @@ class WorkerView:
     free_blocks: int
     draining: bool = False
     ejected_until: float = 0.0
+    worker_id: str = field(init=False, repr=False, compare=False)
+    prefills: bool = field(init=False, repr=False, compare=False)
+    decodes: bool = field(init=False, repr=False, compare=False)
+    free_tokens: int = field(init=False, repr=False, compare=False)
+    num_sequences: int = field(init=False, repr=False, compare=False)
+    free_slots: int = field(init=False, repr=False, compare=False)
+    queue_seconds: float = field(init=False, repr=False, compare=False)
+    max_num_seqs: int = field(init=False, repr=False, compare=False)
+    max_context_tokens: int = field(init=False, repr=False, compare=False)
+    compatibility: Compatibility = field(init=False, repr=False, compare=False)
+    hash_class: HashClass = field(init=False, repr=False, compare=False)
 
-    @property
-    def worker_id(self) -> str:
-        return self.info.worker_id
+    def __post_init__(self) -> None:
+        info, load, derive = self.info, self.load, object.__setattr__
+        same, capacity = info.compatibility, info.capacity
+        derive(self, "worker_id", info.worker_id)
+        derive(self, "prefills", self.role.prefills)
+        derive(self, "decodes", self.role.decodes)
+        derive(self, "free_tokens", self.free_blocks * same.block_size - load.claimed_tokens)
+        derive(self, "num_sequences", max(load.num_running + load.num_waiting, 0))
+        derive(self, "free_slots", capacity.max_num_seqs - load.num_running - load.num_waiting)
+        num_steps = ceil(load.waiting_prefill_tokens / capacity.max_step_tokens)
+        base, token = self.cost.prefill_base_seconds, self.cost.prefill_token_seconds
+        derive(self, "queue_seconds", num_steps * base + load.waiting_prefill_tokens * token)
+        derive(self, "max_num_seqs", capacity.max_num_seqs)
+        derive(self, "max_context_tokens", capacity.max_context_tokens)
+        derive(self, "compatibility", _one(same))
+        derive(self, "hash_class", HashClass(same.revision, same.kv_format, same.block_size))
 
     @property
     def target(self) -> PrefillTarget:
         return PrefillTarget(self.info.worker_id, self.info.generation, self.info.address)
-
-    @property
-    def free_tokens(self) -> int:
-        """Tokens of KV that are neither held nor promised; below 0 when more is promised than there is."""
-        return self.free_blocks * self.info.compatibility.block_size - self.load.claimed_tokens
-
-    @property
-    def free_slots(self) -> int:
-        """How many more sequences the worker runs at once; below 0 when some already wait."""
-        return self.info.capacity.max_num_seqs - self.load.num_running - self.load.num_waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +90,50 @@ class View:
 
     def find(self, worker_id: str) -> WorkerView | None:
         return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
+
+
+class Live(Protocol):
+    """A worker's session, as far as the view goes."""
+
+    info: WorkerInfo
+    report: LoadReport | None
+    lost: str | None
+
+
+class Views:
+    """Keeps the view, and makes anew only what changed since: a worker that reported, or on which this router placed
+    something, or whose health changed. Owned by router.requests, which passes on what it hears of sessions."""
+
+    def __init__(self, ledger: Ledger, health: Health) -> None:
+        self._ledger = ledger
+        self._health = health
+        self._sessions: dict[str, Live] = {}
+        self._views: dict[str, WorkerView] = {}
+        self._stale: set[str] = set()
+        self._health_version = health.version
+
+    def heard(self, worker_id: str, session: Live | None) -> None:
+        """The worker's session began, reported, or (None) ended."""
+        if session is None:
+            self._sessions.pop(worker_id, None)
+            self._views.pop(worker_id, None)
+        else:
+            self._sessions[worker_id] = session
+            self._stale.add(worker_id)
+
+    def view(self) -> View:
+        """The workers as they are believed to be now."""
+        stale = self._stale | self._ledger.drain_changed()
+        if self._health_version != self._health.version:
+            self._health_version = self._health.version
+            stale.update(self._sessions)
+        for worker_id in stale:
+            session = self._sessions.get(worker_id)
+            if session is not None:
+                self._views[worker_id] = worker_view(session.info, session.report, self._ledger, self._health)
+        self._stale.clear()
+        sessions = self._sessions
+        return View(tuple([view for worker_id, view in self._views.items() if sessions[worker_id].lost is None]))
 
 
 def net_load(total: Load, yours: Load, own: Load) -> Load:

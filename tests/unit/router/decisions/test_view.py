@@ -1,9 +1,14 @@
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headrace.costmodel import CostModel
 from headrace.errors import InternalError
-from headrace.values import Load, LoadReport, Role
+from headrace.values import Load, LoadReport, Role, WorkerInfo
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
-from router.decisions.view import View, net_load, worker_view
+from router.decisions.view import View, Views, net_load, worker_view
 from tests.null_worker import worker_info
 
 
@@ -39,3 +44,59 @@ def test_a_report_wins_over_hello_and_health_is_in_the_view() -> None:
     assert view.ejected_until == 6.0
     assert View((view,)).find("w") is view
     assert View((view,)).find("x") is None
+
+
+@dataclass
+class Session:
+    info: WorkerInfo
+    report: LoadReport | None = None
+    lost: str | None = None
+
+
+NAMES = st.sampled_from("abc")
+DEEDS = st.one_of(
+    st.tuples(st.just("hear"), NAMES, st.integers(0, 9)),
+    st.tuples(st.just("end"), NAMES, st.just(0)),
+    st.tuples(st.just("lose"), NAMES, st.just(0)),
+    st.tuples(st.just("place"), NAMES, st.integers(0, 3)),
+    st.tuples(st.just("first token"), NAMES, st.integers(0, 3)),
+    st.tuples(st.just("grow"), NAMES, st.integers(0, 3)),
+    st.tuples(st.just("close"), NAMES, st.integers(0, 3)),
+    st.tuples(st.just("fail"), NAMES, st.just(0)),
+    st.tuples(st.just("succeed"), NAMES, st.just(0)),
+)
+
+
+@given(st.lists(DEEDS, max_size=40))
+def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, str, int]]) -> None:
+    ledger, health = Ledger(), Health(max_failures=1)
+    views, sessions = Views(ledger, health), dict[str, Session]()
+    for deed, name, number in deeds:
+        match deed:
+            case "hear":
+                report = LoadReport(Load(num_running=number), Load(), CostModel(), Role.DECODE, number)
+                sessions[name] = Session(worker_info(name), report)
+                views.heard(name, sessions[name])
+            case "end":
+                sessions.pop(name, None)
+                views.heard(name, None)
+            case "lose" if name in sessions:
+                sessions[name].lost = "silent"
+            case "place":
+                ledger.open(str(number), decode=name, prefill="a", num_prompt_tokens=9, prefill_tokens=5, n=1)
+            case "first token":
+                ledger.first_token(str(number))
+            case "grow":
+                ledger.grew(str(number), 3)
+            case "close":
+                ledger.close(str(number))
+            case "fail":
+                health.failed(name, InternalError("x"), 1.0)
+            case "succeed":
+                health.succeeded(name)
+        made = {
+            name: worker_view(session.info, session.report, ledger, health)
+            for name, session in sessions.items()
+            if session.lost is None
+        }
+        assert {view.worker_id: view for view in views.view().workers} == made
