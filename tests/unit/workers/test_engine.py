@@ -122,12 +122,12 @@ async def test_a_pulse_follows_the_preemption_that_leaves_nothing_to_plan(clock:
     async with running(engine), asyncio.timeout(10):
         engine.changed()
         await engine.next_change()
-        scheduler.claim(promised)
-        assert scheduler.allocate(promised, 5) is not None
+        scheduler.incoming.claim(promised)
+        assert scheduler.incoming.allocate(promised, 5) is not None
         while not versions:
             await engine.next_change()
         assert engine.version > versions[0]
-        assert scheduler.allocate(promised, 1) is not None
+        assert scheduler.incoming.allocate(promised, 1) is not None
 
 
 async def test_one_step_ahead_and_no_further(clock: ManualClock) -> None:
