@@ -26,9 +26,9 @@ lint: setup  ## ruff, mypy, import-linter, generated code
 	$(PY)/mypy
 
 unit: setup  ## unit tests, without those that need the small model or interpret kernels
-	$(PY)/pytest tests/unit -q -m "not model and not interpreter"
+	$(PY)/pytest tests/unit -q -n 2 -m "not model and not interpreter"
 
-check: lint unit  ## what a commit must pass; about a minute
+check: lint unit  ## what a commit must pass; under a minute on two cores
 
 test: check model  ## everything that needs no GPU
 	$(PY)/pytest tests/unit -q -m interpreter

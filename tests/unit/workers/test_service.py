@@ -181,7 +181,7 @@ async def test_a_load_report_tells_total_and_own() -> None:
 
 async def test_reports_come_without_change_too() -> None:
     async with a_worker() as rig, rig.router() as router:
-        for _ in range(3):
+        for _ in range(2):
             await router.report(lambda report: True)
 
 

@@ -11,7 +11,7 @@ from headrace.errors import (
     TransferFailed,
 )
 from headrace.v1 import control_pb2
-from headrace.values import FinishReason, PrefillTarget, RequestKey
+from headrace.values import FinishReason, PrefillTarget, RequestKey, Role
 from tests.session import Answer, Router
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
@@ -240,12 +240,12 @@ async def failing(rig: Rig, how: str) -> None:
 )
 @pytest.mark.parametrize("then", ["another", "alone"])
 async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str) -> None:
-    quick = HANDOFF.model_copy(update={"transfer_seconds": 1.0})
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.4})
     asked = a_request(length=30, max_tokens=7)
     expected = await answer_alone(asked)
     async with (
+        a_worker("p1", role=Role.PREFILL) as spare,
         a_pair(decode_handoff=quick) as (prefill, decode),
-        a_worker("p1", role=prefill.info.role) as spare,
         decode.router() as router,
     ):
         await failing(decode, how)
@@ -428,7 +428,7 @@ async def test_case_52_requests_parked_on_a_dead_prefill_worker_hold_up_nobody()
     async with a_pair(decode_engine=small) as (prefill, decode), decode.router() as router:
         prefill.executor.go_steps.clear()
         parked = [
-            router.submit(a_request(f"p{i}", length=9, seed=i, seconds_left=1.0, prefill=prefill.target))
+            router.submit(a_request(f"p{i}", length=9, seed=i, seconds_left=0.3, prefill=prefill.target))
             for i in range(8)
         ]
         local = await router.submit(a_request("local", seed=77)).end()
