@@ -15,7 +15,7 @@ import grpc
 
 from headrace import blocks, wire
 from headrace.clock import Clock
-from headrace.errors import HeadraceError, IncompatiblePeer, TransferFailed, WorkerLost
+from headrace.errors import HeadraceError, IncompatiblePeer, WorkerLost
 from headrace.v1 import worker_pb2, worker_pb2_grpc
 from headrace.values import PROTOCOL_VERSION, LoadReport, PrefillTarget, Request, RequestKey, WorkerInfo
 from router.mailbox import GivenUp, Mailbox, PeerFailed
@@ -120,7 +120,7 @@ class Session:
                 lost = message.peer_lost
                 mailbox = self._listener(lost.key)
                 if mailbox is not None:
-                    mailbox.feed(PeerFailed(lost.worker_id, TransferFailed(lost.reason, worker=lost.worker_id)))
+                    mailbox.feed(PeerFailed(lost.worker_id, wire.error_from_pb(lost.error)))
             case "rejected":
                 mailbox = self._listener(message.rejected.key)
                 if mailbox is not None:

@@ -20,7 +20,7 @@ import uvloop
 
 from headrace import wire
 from headrace.costmodel import CostModel
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, TransferFailed
 from headrace.v1 import worker_pb2, worker_pb2_grpc
 from headrace.values import (
     Capacity,
@@ -212,8 +212,9 @@ class NullWorker:
         rejected = worker_pb2.Rejected(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
         self.say(worker_pb2.WorkerMessage(rejected=rejected))
 
-    def lose_peer(self, key: RequestKey, worker_id: str, reason: str = "the link closed") -> None:
-        lost = worker_pb2.PeerLost(key=wire.key_to_pb(key), worker_id=worker_id, generation=1, reason=reason)
+    def lose_peer(self, key: RequestKey, worker_id: str, error: HeadraceError | None = None) -> None:
+        pb = wire.error_to_pb(error or TransferFailed("the link closed"))
+        lost = worker_pb2.PeerLost(key=wire.key_to_pb(key), worker_id=worker_id, generation=1, error=pb)
         self.say(worker_pb2.WorkerMessage(peer_lost=lost))
 
     def report(

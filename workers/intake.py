@@ -40,7 +40,7 @@ class RouterSession(Protocol):
 
     def send_rejected(self, key: RequestKey, error: HeadraceError) -> None: ...
 
-    def send_peer_lost(self, key: RequestKey, target: PrefillTarget, reason: str) -> None: ...
+    def send_peer_lost(self, key: RequestKey, target: PrefillTarget, error: HeadraceError) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Intake:
         if isinstance(error, NoRoom):
             return Placed(live.key, None)
         live.answer = asyncio.get_running_loop().create_future()
-        live.session.send_peer_lost(live.wire_key, target, f"{error.type}: {error.message}")
+        live.session.send_peer_lost(live.wire_key, target, error)
         try:
             async with asyncio.timeout(self._answer_seconds):
                 return await live.answer

@@ -45,9 +45,12 @@ class RouterStream:
         rejected = worker_pb2.Rejected(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
         self.send(worker_pb2.WorkerMessage(rejected=rejected))
 
-    def send_peer_lost(self, key: RequestKey, target: PrefillTarget, reason: str) -> None:
+    def send_peer_lost(self, key: RequestKey, target: PrefillTarget, error: HeadraceError) -> None:
         lost = worker_pb2.PeerLost(
-            key=wire.key_to_pb(key), worker_id=target.worker_id, generation=target.generation, reason=reason
+            key=wire.key_to_pb(key),
+            worker_id=target.worker_id,
+            generation=target.generation,
+            error=wire.error_to_pb(error),
         )
         self.send(worker_pb2.WorkerMessage(peer_lost=lost))
 

@@ -2,7 +2,8 @@
 
 After `max_failures` failures in a row a worker is ejected for `eject_seconds`, twice as long each further time up to
 `max_eject_seconds`. When the time is over it is tried again: the first outcome brings it back or ejects it anew.
-What is the client's fault, or the worker's good right (a full queue, draining), is no failure.
+What is the client's fault, or the worker's good right (a full queue, draining), is no failure, whoever reports it: the
+worker itself of a request, or a decode worker of its hand-off.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ has seen tokens ends with the error: its sampling state lives where it ran, and 
 
 from dataclasses import dataclass, replace
 
-from headrace.errors import HeadraceError, WorkerLost, meaning
+from headrace.errors import DeadlineExceeded, HeadraceError, WorkerLost, meaning
 from headrace.values import RequestKey
 from router.decisions.placement import Placed
 
@@ -57,8 +57,10 @@ def after_worker_lost(progress: Progress, error: WorkerLost) -> PlaceAgain | End
 
 
 def after_peer_lost(progress: Progress, prefill: str, error: HeadraceError) -> PrefillAgain | End:
-    """The decode worker reports that the prefill worker failed it; the decode worker itself is well."""
-    if progress.key.attempt >= 2 * MAX_ATTEMPTS:
+    """The decode worker reports that the prefill worker failed or refused it; the decode worker itself is well.
+
+    Whatever the prefill worker cannot do another may, or the decode worker itself; only time is up everywhere."""
+    if isinstance(error, DeadlineExceeded) or progress.key.attempt >= 2 * MAX_ATTEMPTS:
         return End(error)
     return PrefillAgain(progress.key.next_attempt(), progress.excluded | {prefill})
 

@@ -316,18 +316,6 @@ class LoadReport(_message.Message):
     free_blocks: int
     def __init__(self, total: _Optional[_Union[Load, _Mapping]] = ..., yours: _Optional[_Union[Load, _Mapping]] = ..., cost: _Optional[_Union[CostModel, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
-class PeerLost(_message.Message):
-    __slots__ = ("key", "worker_id", "generation", "reason")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    key: RequestKey
-    worker_id: str
-    generation: int
-    reason: str
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
 class ErrorInfo(_message.Message):
     __slots__ = ("type", "message", "numbers")
     class NumbersEntry(_message.Message):
@@ -344,6 +332,18 @@ class ErrorInfo(_message.Message):
     message: str
     numbers: _containers.ScalarMap[str, str]
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., numbers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class PeerLost(_message.Message):
+    __slots__ = ("key", "worker_id", "generation", "error")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    worker_id: str
+    generation: int
+    error: ErrorInfo
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., error: _Optional[_Union[ErrorInfo, _Mapping]] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("key", "error")

@@ -12,10 +12,13 @@ from headrace.blocks import BlockHasher
 from headrace.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    Draining,
+    HeadraceError,
     InternalError,
     InvalidRequest,
     NoWorkers,
     Overloaded,
+    TransferFailed,
     WorkerLost,
 )
 from headrace.keys import Event, EventKind, Snapshot
@@ -246,6 +249,17 @@ async def test_a_lost_prefill_worker_is_replaced_under_the_next_attempt() -> Non
         assert piece.timeline.attempts == 2
 
 
+async def test_a_deadline_that_passed_on_the_prefill_worker_ends_the_request() -> None:
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        task, request = await begin(on, decode)
+        decode.lose_peer(request.key, "p", DeadlineExceeded("its deadline passed during prefill"))
+        with pytest.raises(DeadlineExceeded, match="during prefill"):
+            await task
+        assert await asyncio.wait_for(decode.cancels.get(), 10) == request.key
+        assert decode.places.empty()
+
+
 async def test_without_another_prefill_worker_decode_prefills_alone() -> None:
     prefill, decode = pair()
     async with prefill, decode, stage(prefill, decode) as on:
@@ -454,7 +468,19 @@ async def test_reports_net_out_what_is_ours() -> None:
         assert on.requests.view().workers[0].load.num_waiting == 2
 
 
-async def test_transfer_failures_are_held_against_the_prefill_worker() -> None:
+@pytest.mark.parametrize(
+    ("error", "is_failure"),
+    [
+        (TransferFailed("x"), True),
+        (InternalError("x"), True),
+        (Overloaded("x"), False),
+        (Draining("x"), False),
+        (InvalidRequest("x"), False),
+    ],
+)
+async def test_what_a_prefill_worker_fails_is_held_against_it_and_what_it_may_refuse_is_not(
+    error: HeadraceError, is_failure: bool
+) -> None:
     prefill, decode = pair()
     other = NullWorker(worker_info("q", Role.PREFILL))
     async with prefill, other, decode, stage(prefill, other, decode) as on:
@@ -463,10 +489,10 @@ async def test_transfer_failures_are_held_against_the_prefill_worker() -> None:
             assert request.prefill is not None
             key = request.key
             if request.prefill.worker_id == "p":
-                decode.lose_peer(key, "p")
+                decode.lose_peer(key, "p", error)
                 key, placed = await asyncio.wait_for(decode.places.get(), 10)
                 assert placed == "q"
             decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
             await task
         ejected = {worker.worker_id: worker.ejected_until > 0 for worker in on.requests.view().workers}
-        assert ejected == {"p": True, "q": False, "d": False}
+        assert ejected == {"p": is_failure, "q": False, "d": False}

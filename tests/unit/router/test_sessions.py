@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.clock import ManualClock
-from headrace.errors import WorkerLost
+from headrace.errors import Draining, HeadraceError, Overloaded, TransferFailed, WorkerLost
 from headrace.v1 import worker_pb2
 from headrace.values import FinishReason, Load, Request, RequestKey, SamplingParams, WorkerInfo
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
@@ -57,13 +57,15 @@ async def test_what_is_said_of_an_older_attempt_or_of_nobody_is_dropped() -> Non
         assert said.token_ids == (2,)  # type: ignore[union-attr]
 
 
-async def test_a_lost_peer_is_told_with_its_name_and_reason() -> None:
+@pytest.mark.parametrize("error", [TransferFailed("it hung", seconds=3), Overloaded("full"), Draining("leaving")])
+async def test_a_lost_peer_is_told_with_its_name_and_what_it_failed_with(error: HeadraceError) -> None:
     async with NullWorker() as worker, stage(worker) as on:
         mailbox, request = submit(on, "null")
-        worker.lose_peer(request.key, "p", "it hung")
+        worker.lose_peer(request.key, "p", error)
         (said,) = await asyncio.wait_for(mailbox.take(), 10)
         assert isinstance(said, PeerFailed)
-        assert (said.worker_id, said.error.message) == ("p", "it hung")
+        assert (said.worker_id, type(said.error)) == ("p", type(error))
+        assert (said.error.message, said.error.numbers) == (error.message, error.numbers)
 
 
 async def test_when_a_worker_dies_each_of_its_requests_hears_so_once() -> None:

@@ -3,7 +3,9 @@ import pytest
 from headrace.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    Draining,
     HeadraceError,
+    IncompatiblePeer,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -57,6 +59,26 @@ def test_attempts_are_bounded() -> None:
 def test_a_lost_peer_is_replaced_also_after_tokens_since_decode_kept_them() -> None:
     again = after_peer_lost(progress(num_tokens=7, excluded=frozenset({"p1"})), "p2", TransferFailed("x"))
     assert again == PrefillAgain(RequestKey("r", 2), frozenset({"p1", "p2"}))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransferFailed("x"),
+        Overloaded("x"),
+        Draining("x"),
+        InvalidRequest("x"),
+        IncompatiblePeer("x"),
+        InternalError("x"),
+    ],
+)
+def test_what_one_prefill_worker_cannot_do_another_may(error: HeadraceError) -> None:
+    assert after_peer_lost(progress(), "p", error) == PrefillAgain(RequestKey("r", 2), frozenset({"p"}))
+
+
+def test_a_deadline_has_passed_for_every_prefill_worker() -> None:
+    error = DeadlineExceeded("x")
+    assert after_peer_lost(progress(), "p", error) == End(error)
 
 
 def test_at_last_decode_prefills_alone() -> None:

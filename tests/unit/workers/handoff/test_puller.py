@@ -5,8 +5,11 @@ import pytest
 
 from headrace.errors import (
     DeadlineExceeded,
+    Draining,
     IncompatiblePeer,
+    InvalidRequest,
     LinkClosed,
+    Overloaded,
     StaleBlocks,
     TransferFailed,
 )
@@ -305,6 +308,7 @@ async def test_case_08_a_dead_prefill_worker_is_noticed_at_once() -> None:
             while not prefill.worker.num_requests:
                 await prefill.worker.changed()
         await answer_to_peer_lost(router, answer, None)
+        assert answer.lost[0].error.type == TransferFailed.__name__
         assert said(await answer.end())[0] == said(await answer_alone(a_request(length=20)))[0]  # type: ignore[index]
         assert decode.counts.quarantined == 0
 
@@ -379,7 +383,7 @@ async def test_a_lost_ticket_is_noticed_and_placed_again(how: str) -> None:
             prefill.worker._source.release(RequestKey("q"))
             prefill.executor.go_steps.set()
         await answer.until(lambda answer: answer.lost)
-        assert "is not here" in answer.lost[0].reason
+        assert "is not here" in answer.lost[0].error.message
         await answer_to_peer_lost(router, answer, prefill.target)
         assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
         await both_idle(prefill, decode)
@@ -448,8 +452,8 @@ async def test_case_61_unequal_workers_refuse_each_other_by_name(field: str) -> 
     async with a_pair(prefill_identity=other) as (prefill, decode), decode.router() as router:
         answer = router.submit(a_request(length=20, prefill=prefill.target))
         await answer.until(lambda answer: answer.lost)
-        assert IncompatiblePeer.__name__ in answer.lost[0].reason
-        assert field in answer.lost[0].reason
+        assert answer.lost[0].error.type == IncompatiblePeer.__name__
+        assert answer.lost[0].error.numbers["field"] == field
         await answer_to_peer_lost(router, answer, None)
         assert (await answer.end()).error is None
         assert prefill.executor.num_steps == 0
@@ -459,9 +463,35 @@ async def test_another_generation_at_the_address_is_not_the_worker_that_was_mean
     async with a_pair() as (prefill, decode), decode.router() as router:
         answer = router.submit(a_request(length=20, prefill=replace(prefill.target, generation=2)))
         await answer.until(lambda answer: answer.lost)
-        assert "generation" in answer.lost[0].reason
+        assert "generation" in answer.lost[0].error.message
         router.cancel("q")
         await both_idle(prefill, decode)
+
+
+async def test_a_full_prefill_worker_refuses_tickets_as_overloaded() -> None:
+    full = ENGINE.model_copy(update={"max_num_seqs": 1, "max_waiting": 1})
+    async with a_pair(prefill_engine=full) as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        early = [router.submit(a_request(f"q{i}", seed=i, prefill=prefill.target)) for i in range(2)]
+        for number, _ in enumerate(early, start=1):
+            while prefill.worker.num_requests < number:
+                await prefill.worker.changed()
+        late = router.submit(a_request("late", prefill=prefill.target))
+        await answer_to_peer_lost(router, late, None)
+        assert late.lost[0].error.type == Overloaded.__name__
+        assert late.lost[0].error.numbers["limit"] == "1"
+        assert (await late.end()).error is None
+        prefill.executor.go_steps.set()
+        assert [(await answer.end()).error for answer in early] == [None, None]
+
+
+async def test_a_prompt_that_no_pool_of_the_prefill_worker_holds_is_refused_by_it_as_invalid() -> None:
+    async with a_pair(prefill_num_blocks=4) as (prefill, decode), decode.router() as router:
+        answer = router.submit(a_request(length=30, prefill=prefill.target))
+        await answer_to_peer_lost(router, answer, None)
+        assert answer.lost[0].error.type == InvalidRequest.__name__
+        assert answer.lost[0].error.numbers["limit"] == "4"
+        assert (await answer.end()).error is None
 
 
 async def test_a_draining_prefill_worker_refuses_tickets_and_stays_until_its_pins_are_pulled() -> None:
@@ -475,7 +505,7 @@ async def test_a_draining_prefill_worker_refuses_tickets_and_stays_until_its_pin
             await prefill.worker.changed()
         late = router.submit(a_request("late", length=10, seed=3, prefill=prefill.target))
         await late.until(lambda answer: answer.lost)
-        assert "Draining" in late.lost[0].reason
+        assert late.lost[0].error.type == Draining.__name__
         assert not draining.done()
         decode.executor.go_pulls.set()
         assert (await early.end()).error is None
