@@ -4,7 +4,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter
 
@@ -15,9 +15,15 @@ from router.edge.messages import check_messages, check_template_kwargs, check_to
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.intervals import Intervals
 from router.requests import Job, Piece
+from router.text.limits import characters_of
 from router.text.served import Models, ServedModel
 
 INLINE_CHARACTERS = 4096
+# JSON of this size is parsed and walked in about 3 ms, whatever is in it.
+INLINE_BYTES = 32 * 2**10
+# Threads share the interpreter: more at once would only take the event loop's turns.
+MAX_ASIDE = 2
+T = TypeVar("T")
 
 _ANSWERS = Counter(metrics.ANSWERS, "Requests as clients saw them end, refusals included.", ["model", "outcome"])
 _ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
@@ -55,6 +61,7 @@ class Edge:
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._num_in_flight = 0
         self._draining = False
+        self._aside = asyncio.Semaphore(MAX_ASIDE)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -82,6 +89,14 @@ class Edge:
         self._draining = True
         await self._idle.wait()
 
+    async def parse(self, parse: Callable[..., T], *raw: Any, size: int) -> T:
+        """What `parse` makes of `raw`; long texts are parsed on a thread, so that streams go on meanwhile."""
+        return parse(*raw) if size <= INLINE_BYTES else await self._on_thread(parse, *raw)
+
+    async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
+        async with self._aside:
+            return await asyncio.to_thread(work, *args)
+
     async def prompt_job(self, model_name: str, prompt: Any, asked: Asked, envelope: Envelope) -> Job:
         """A job from a prompt as text or token ids."""
         model = self.models.get(model_name)
@@ -102,11 +117,22 @@ class Edge:
     ) -> Job:
         """A job from messages, through the model's chat template."""
         model = self.models.get(model_name)
-        rendered = model.text.render(
-            check_messages(messages), check_tools(tools), check_template_kwargs(template_kwargs)
-        )
+        rendered = await self._render(model, messages, tools, template_kwargs)
         token_ids = await encode(model, check_text("messages", rendered), add_special_tokens=False)
         return self._jobs.make(model, token_ids, asked, envelope)
+
+    async def _render(self, model: ServedModel, *given: Any) -> str:
+        """A short chat is rendered at once, if its template is quick about it; any other on a thread."""
+
+        def checked() -> tuple[Any, Any, Any]:
+            messages, tools, kwargs = given
+            return check_messages(messages), check_tools(tools), check_template_kwargs(kwargs)
+
+        if characters_of(given, INLINE_BYTES) <= INLINE_BYTES:
+            rendered = model.text.render_briefly(*checked())
+            if rendered is not None:
+                return rendered
+        return await self._on_thread(lambda: model.text.render(*checked()))
 
     async def relay(self, job: Job) -> AsyncGenerator[Piece]:
         """The job's pieces. Closing it early cancels the job."""

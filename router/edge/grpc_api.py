@@ -57,9 +57,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                 self._authorise(context)
                 job = await self._edge.chat_job(
                     request.model,
-                    _json("messages_json", request.messages_json),
-                    _json("tools_json", request.tools_json),
-                    _json("chat_template_kwargs_json", request.chat_template_kwargs_json),
+                    await self._json("messages_json", request.messages_json),
+                    await self._json("tools_json", request.tools_json),
+                    await self._json("chat_template_kwargs_json", request.chat_template_kwargs_json),
                     asked(request),
                     self._envelope(request, context),
                 )
@@ -103,6 +103,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                 for model in self._edge.models
             ]
         )
+
+    async def _json(self, field: str, text: str) -> Any:
+        return await self._edge.parse(parse_json, field, text, field, size=len(text)) if text else None
 
     def _authorise(self, context: Any) -> None:
         self._edge.authorise(_metadata(context).get("authorization"))
@@ -231,7 +234,3 @@ async def abort(context: Any, error: Exception) -> NoReturn:
 
 def _metadata(context: Any) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-
-
-def _json(field: str, text: str) -> Any:
-    return parse_json(field, text, field) if text else None

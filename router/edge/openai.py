@@ -7,7 +7,7 @@ which the stream ends without `[DONE]`: a client can tell it from a finished ans
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -29,6 +29,7 @@ from router.requests import Job, Piece
 from router.text.served import ServedModel
 
 MAX_CHOICES = 1024
+B = TypeVar("B", ChatBody, CompletionBody)
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +85,7 @@ class OpenAi:
         }
 
     async def chat(self, request: Request) -> sse.Answer:
-        body = ChatBody.parse(await self._body(request))
+        body = await self._parsed(ChatBody, request)
         with self._edge.counted(body.model, refusals_only=True):
             job = await self._edge.chat_job(
                 body.model,
@@ -100,7 +101,7 @@ class OpenAi:
         return sse.Answer(lambda send: self._answer(send, body, [job], reply))
 
     async def completions(self, request: Request) -> sse.Answer:
-        body = CompletionBody.parse(await self._body(request))
+        body = await self._parsed(CompletionBody, request)
         with self._edge.counted(body.model, refusals_only=True):
             model = self._edge.models.get(body.model)
             envelope, asked = _envelope(request), body.asked()
@@ -124,15 +125,25 @@ class OpenAi:
         )
         return sse.Answer(lambda send: self._answer(send, body, jobs, reply))
 
+    async def _parsed(self, kind: type[B], request: Request) -> B:
+        body = await self._body(request)
+        return await self._edge.parse(kind.parse, body, size=len(body))
+
     async def _body(self, request: Request) -> bytes:
-        limit = self._max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit():
+            self._check_size(int(declared), declared)
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
-            if size > limit:
-                raise HTTPException(413, f"the body must be at most {limit} bytes", {"connection": "close"})
+            self._check_size(size, f"{size} so far")
             parts.append(part)
         return b"".join(parts)
+
+    def _check_size(self, size: int, shown: str) -> None:
+        limit = self._max_body_bytes
+        if size > limit:
+            raise HTTPException(413, f"the body must be at most {limit} bytes, got {shown}", {"connection": "close"})
 
     def _head(self, prefix: str, request_id: str, model: ServedModel) -> Head:
         return Head(

@@ -72,6 +72,7 @@ class JobMaker:
         continues: bool = False,
     ) -> Job:
         """A Job, or InvalidRequest. `continues` as in Job."""
+        _check_room(model, len(prompt_token_ids))
         prompt = check_token_ids("prompt", prompt_token_ids, model.vocab_size)
         max_tokens = self._max_tokens(model, len(prompt), asked.max_tokens)
         given = {name: _number(name, getattr(asked, name)) for name in _NUMBERS if getattr(asked, name) is not None}
@@ -117,19 +118,24 @@ class JobMaker:
                     actual=num_prompt_tokens + asked,
                 )
             return int(asked)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"prompt must leave room for an answer in the context of {limit} tokens, got {num_prompt_tokens} tokens",
-                field="prompt",
-                limit=limit,
-                actual=num_prompt_tokens,
-            )
         return min(room, self._limits.default_max_tokens)
 
     def _seed(self, asked: Any) -> int:
         if asked is None:
             return self._draw_seed()
         return _integer("seed", asked, -(SEEDS // 2), SEEDS - 1) % SEEDS
+
+
+def _check_room(model: ServedModel, num_prompt_tokens: int) -> None:
+    """Before its ids are looked at: a prompt that is far too long must not cost the time that it takes to check it."""
+    limit = model.max_context_tokens
+    if num_prompt_tokens >= limit:
+        raise ContextLengthExceeded(
+            f"prompt must leave room for an answer in the context of {limit} tokens, got {num_prompt_tokens} tokens",
+            field="prompt",
+            limit=limit,
+            actual=num_prompt_tokens,
+        )
 
 
 _NUMBERS = (

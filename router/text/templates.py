@@ -1,7 +1,7 @@
 """Chat templates: messages to the one string that a model was trained on, as transformers renders it.
 
 A template is code that came with the checkpoint, and what it renders came from a client: it runs in jinja2's immutable
-sandbox and sees plain JSON values alone.
+sandbox, sees plain JSON values alone, and is bounded in steps, memory and time (`limits`).
 """
 
 import json
@@ -14,15 +14,26 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import CheckpointError, InvalidRequest
+from router.text.limits import BoundedEnvironment, Budget, OverBudget, characters_of, within
 
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 RESERVED_KWARGS = frozenset({"messages", "tools", "documents"})
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+_REFUSALS = (
+    jinja2.TemplateError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 Message = Mapping[str, Any]
 
@@ -41,8 +52,8 @@ class ChatTemplates:
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
-                self._templates[name] = environment.from_string(source)
-            except jinja2.TemplateError as error:
+                self._templates[name] = environment.compile_bounded(source, Budget.full(len(source)))
+            except (jinja2.TemplateError, OverBudget, RecursionError, MemoryError, ValueError) as error:
                 raise CheckpointError(f"chat template {name!r} does not compile: {error}", template=name) from error
 
     def render(
@@ -53,14 +64,41 @@ class ChatTemplates:
     ) -> str:
         """The prompt, with the header of the assistant's turn at its end (unless `kwargs` says otherwise).
 
-        InvalidRequest when the template refuses the messages, or the checkpoint has no template.
+        InvalidRequest when the template refuses the messages or would cost too much, or the checkpoint has no template.
         """
+        try:
+            return self._render(messages, tools, kwargs, Budget.full(characters_of((messages, tools, kwargs))))
+        except OverBudget as error:
+            raise InvalidRequest(
+                f"messages: the model's chat template cannot render them within bounds: {error}", field="messages"
+            ) from error
+
+    def render_briefly(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """As render(), but gives up after some milliseconds; None then. What an event loop may call."""
+        try:
+            return self._render(messages, tools, kwargs, Budget.brief())
+        except OverBudget:
+            return None
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any] | None,
+        budget: Budget,
+    ) -> str:
         values: dict[str, Any] = {"add_generation_prompt": True, **self._special_tokens, **(kwargs or {})}
         try:
-            return self._choose(tools).render(
-                {**values, "messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            with within(budget):
+                return self._choose(tools).render(
+                    {**values, "messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
+                )
+        except _REFUSALS as error:
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {error}", field="messages"
             ) from error
@@ -136,18 +174,17 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+def _environment(now: Callable[[], datetime]) -> BoundedEnvironment:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     def strftime_now(pattern: str) -> str:
         return now().strftime(pattern)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.bound()
     return environment
 
 

@@ -67,6 +67,15 @@ class Text:
         """Messages through the model's chat template; see ChatTemplates.render."""
         return self._templates.render(messages, tools, kwargs)
 
+    def render_briefly(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """As render(), but None when it would take longer than an event loop can wait."""
+        return self._templates.render_briefly(messages, tools, kwargs)
+
     def stream(self, stops: Sequence[str] = (), *, min_tokens: int = 0, continues: bool = False) -> TextStream:
         """The text of one sample. `continues`: it goes on from a prompt's text, so a first space belongs to it."""
         strip_start = self._strip_start and not continues

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -397,7 +398,50 @@ async def test_unknown_paths_methods_and_large_bodies_have_error_bodies_too(clie
         "method_not_allowed",
         "body_too_large",
     ]
-    assert "at most 10000 bytes" in answers[2].json()["error"]["message"]
+    assert "at most 10000 bytes, got 10001" in answers[2].json()["error"]["message"]
+
+
+async def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_large(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 4000
+            yield b" " * 4000
+
+    answer = await client.post("/v1/completions", content=endless())
+    assert answer.status_code == 413
+    assert "at most 10000 bytes, got 12000 so far" in answer.json()["error"]["message"]
+    assert sent <= 16_000
+
+
+@pytest.mark.parametrize("big", [{"prompt": [1] * 20_000}, {"messages": [{"role": "user", "content": "hi"}] * 2000}])
+async def test_the_event_loop_goes_on_while_a_large_body_is_parsed_and_rendered(
+    core: Scripted, clock: ManualClock, big: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long runs on other threads: the loop's own parses and renders nothing of it."""
+    threads: dict[str, set[int]] = {"json": set(), "render": set()}
+    loads, render = json.loads, core.text.render
+
+    def watched_loads(raw: Any) -> Any:
+        threads["json"].add(threading.get_ident())
+        return loads(raw)
+
+    def watched_render(*given: Any) -> str:
+        threads["render"].add(threading.get_ident())
+        return render(*given)
+
+    async with client_of(core, clock, max_body_bytes=2**20) as client:
+        path = "/v1/completions" if "prompt" in big else "/v1/chat/completions"
+        content = json.dumps({"model": "tiny", **big})
+        monkeypatch.setattr("router.edge.json_input.json.loads", watched_loads)
+        monkeypatch.setattr(core.text, "render", watched_render)
+        answer = await client.post(path, content=content)
+    assert answer.status_code == 400, "longer than the context"
+    assert threads["json"]
+    assert threading.get_ident() not in threads["json"] | threads["render"]
+    assert bool(threads["render"]) == ("messages" in big)
 
 
 async def test_an_error_before_the_first_token_is_an_http_error_with_retry_after(
