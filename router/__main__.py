@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
+from prometheus_client import Gauge
 from starlette.types import ASGIApp
 
+from headrace import metrics
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig, load
 from headrace.errors import ConfigError, HeadraceError
@@ -36,6 +38,7 @@ from router.text.served import Models, load_models
 
 DRAIN_SECONDS = 30.0
 CLOSE_SECONDS = 2.0
+_TASKS = Gauge(metrics.TASKS, "Tasks of the event loop.")
 log = logging.getLogger("router")
 
 
@@ -63,6 +66,8 @@ async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: 
             )
         )
         edge = make_edge(config, models, core)
+        loop = asyncio.get_running_loop()
+        _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
         app = OpenAi(edge, config.limits.max_body_bytes, time.time).app()
         http = _HttpServer(_http_config(app, config.router.keep_alive_seconds))

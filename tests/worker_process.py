@@ -22,10 +22,11 @@ class WorkerProcess:
     worker_id: str
     address: str
     log: pathlib.Path
+    generation: int = 1
 
     @property
     def target(self) -> PrefillTarget:
-        return PrefillTarget(self.worker_id, 1, self.address)
+        return PrefillTarget(self.worker_id, self.generation, self.address)
 
     @asynccontextmanager
     async def control(self) -> AsyncIterator[control_pb2_grpc.ControlStub]:
@@ -35,10 +36,11 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def a_worker_process(
-    model: pathlib.Path, folder: pathlib.Path, worker_id: str, *options: str
+    model: pathlib.Path, folder: pathlib.Path, worker_id: str, *options: str, generation: int = 1
 ) -> AsyncIterator[WorkerProcess]:
     log = folder / f"{worker_id}.log"
-    command = (sys.executable, "-m", "workers", "--model", str(model), "--worker-id", worker_id, "--generation", "1")
+    command = (sys.executable, "-m", "workers", "--model", str(model), "--worker-id", worker_id)
+    command += ("--generation", str(generation))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -48,7 +50,7 @@ async def a_worker_process(
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode().split()
         assert line[:2] == ["ready", worker_id], log.read_text()
-        yield WorkerProcess(process, worker_id, line[2], log)
+        yield WorkerProcess(process, worker_id, line[2], log, generation)
     finally:
         if process.returncode is None:
             process.kill()

@@ -1,5 +1,6 @@
 """What a worker measures, under the names of `headrace.metrics`. Owned by the worker's service; counts, decides nothing."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -43,6 +44,7 @@ class Meters:
         self._preemptions = Gauge(metrics.PREEMPTIONS, "Sequences preempted.", registry=registry)
         self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
         self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
+        self._tasks = Gauge(metrics.TASKS, "Tasks of the event loop.", registry=registry)
         self._breaker = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.", registry=registry)
 
     def watch(
@@ -55,6 +57,8 @@ class Meters:
         """What is looked up when somebody scrapes."""
         for field in fields(BlockCounts):
             self._blocks.labels(field.name).set_function(partial(_state, blocks, field.name))
+        loop = asyncio.get_running_loop()
+        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for state, count in in_flight.items():
             self._in_flight.labels(state).set_function(count)
         self._preemptions.set_function(preemptions)

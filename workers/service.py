@@ -233,6 +233,7 @@ class Worker:
         return self._scheduler.load()
 
     def report(self, session: RouterSession) -> LoadReport:
+        """What routers place by: a worker that is not well gets no more than one that drains."""
         counts = self.counts()
         mine = (*self._intake.keys_of(session), *self._source.keys_of_router(session.router_id))
         return LoadReport(
@@ -241,7 +242,7 @@ class Worker:
             cost=self._engine.cost,
             role=self._role,
             free_blocks=counts.free + counts.cached,
-            draining=self._draining,
+            draining=self._draining or bool(self.unhealthy_reason),
         )
 
     def counts(self) -> BlockCounts:

@@ -33,5 +33,6 @@ HANDOFF_FAILURES: Final = "headrace_handoff_failures_total"  # worker; reason
 PREFIX_HIT_TOKENS: Final = "headrace_prefix_hit_tokens_total"  # worker; tier
 PREFIX_QUERY_TOKENS: Final = "headrace_prefix_query_tokens_total"  # worker
 IN_FLIGHT: Final = "headrace_requests_in_flight"  # router, worker; state
+TASKS: Final = "headrace_asyncio_tasks"  # router, worker
 REDIS_BREAKER: Final = "headrace_redis_breaker_open"  # any; 1 while Redis is not waited for
 WORKERS_READY: Final = "headrace_workers_ready"  # router; role

@@ -4,11 +4,14 @@ import asyncio
 import pathlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
+import httpx
+import openai
 import yaml
 
 from tests.null_worker import worker_info
@@ -43,22 +46,35 @@ def null_info(folder: pathlib.Path, **changes: object):  # type: ignore[no-untyp
     return worker_info(tokenizer=tokenizer_digest(folder), **changes)  # type: ignore[arg-type]
 
 
-def write_config(model: pathlib.Path, config_path: pathlib.Path, **router: object) -> None:
+def sdk_of(router: RunningRouter, **options: Any) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(trust_env=False)
+    return openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", http_client=http, **options)
+
+
+def write_config(
+    model: pathlib.Path, config_path: pathlib.Path, sections: Mapping[str, object] | None = None, **router: object
+) -> None:
+    """`sections` are the file's other ones."""
     config = {
         "model": str(model),
         "served_model_name": "tiny",
         "pools": {"all": {"role": "unified"}},
         "router": {"http_port": 0, "grpc_port": 0, "heartbeat_seconds": 0.1, **router},
+        **(sections or {}),
     }
     config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 @asynccontextmanager
 async def running_router(
-    model: pathlib.Path, config_path: pathlib.Path, workers: Sequence[str], **router: object
+    model: pathlib.Path,
+    config_path: pathlib.Path,
+    workers: Sequence[str],
+    sections: Mapping[str, object] | None = None,
+    **router: object,
 ) -> AsyncIterator[RunningRouter]:
     """`python -m router`, ended by SIGTERM; it must end clean."""
-    write_config(model, config_path, **router)
+    write_config(model, config_path, sections, **router)
     flags = [part for address in workers for part in ("--worker", address)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router", str(config_path), *flags, stdout=asyncio.subprocess.PIPE

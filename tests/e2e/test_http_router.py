@@ -18,7 +18,7 @@ from headrace.client import AsyncClient
 from headrace.errors import Unavailable
 from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
 from router.text.vocabulary import Text
-from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint, write_config
+from tests.e2e.routers import RunningRouter, null_info, running_router, sdk_of, tiny_checkpoint, write_config
 from tests.null_worker import NullWorker
 
 T = TypeVar("T")
@@ -53,11 +53,6 @@ async def router(checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullW
 async def sdk(router: RunningRouter) -> AsyncIterator[openai.AsyncOpenAI]:
     async with sdk_of(router) as client:
         yield client
-
-
-def sdk_of(router: RunningRouter, **options: Any) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(trust_env=False)
-    return openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", http_client=http, **options)
 
 
 async def soon(awaitable: Awaitable[T]) -> T:

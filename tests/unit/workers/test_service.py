@@ -281,6 +281,7 @@ async def test_case_59_a_stuck_step_makes_the_worker_unhealthy_with_a_reason() -
         await health_becomes(rig, NOT_SERVING)
         described = await rig.control.Describe(control_pb2.DescribeRequest())
         assert "no step finished" in described.unhealthy_reason
+        assert await router.report(lambda report: report.draining), "routers place nothing here meanwhile"
         executor.go_steps.set()
         await health_becomes(rig, SERVING)
         assert (await answer.end()).error is None
