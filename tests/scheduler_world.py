@@ -37,11 +37,14 @@ class HandOff:
 
 
 class World:
-    """`prefill` computes tickets and some prompts of its own; `decode` takes hand-offs and some prompts of its own."""
+    """`prefill` computes tickets and some prompts of its own; `decode` takes hand-offs and some prompts of its own.
 
-    def __init__(self, seed: int, *, overlap: bool, calm: bool = False) -> None:
+    `pressed`: pools shrink and grow, and whoever has come so far is preempted, on top of what happens anyway."""
+
+    def __init__(self, seed: int, *, overlap: bool, calm: bool = False, pressed: bool = False) -> None:
         self.random = random = Random(seed)
         self.calm = calm
+        self.pressed = pressed
         self.now = 0.0
         self.model = FakeModel()
         self.prefill = self._worker(overlap)
@@ -78,6 +81,8 @@ class World:
     def settle(self, max_turns: int = 4000) -> None:
         """Lets everything that is here come to its end, with nothing more happening to it."""
         self.calm = True
+        for worker in (self.prefill, self.decode):
+            worker.ledger.resize(worker.ledger.size)
         for _ in range(max_turns):
             if self._is_idle():
                 return
@@ -115,6 +120,11 @@ class World:
                 self._expire()
             case 8 if not self.calm and random.random() < 0.2:
                 random.choice([self.prefill, self.decode]).scheduler.reset_cache()
+            case 9 if self.pressed:
+                random.choice([self.prefill, self.decode]).scheduler.preempt_at(random.randrange(40))
+            case 10 if self.pressed:
+                worker = random.choice([self.prefill, self.decode])
+                worker.ledger.resize(random.choice([3, 10, worker.ledger.size]))
             case _:
                 pass
 

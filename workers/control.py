@@ -56,6 +56,9 @@ class Controlled(Protocol):
 
     def reset_cache(self) -> int: ...
 
+    def meet_faults(self) -> None:
+        """Other faults are in force from now on."""
+
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """Control. `faults` None: the worker was started without fault hooks."""
@@ -125,7 +128,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             faults = [Fault(f.point, f.action, f.at, f.seconds, f.times) for f in request.faults]
         except HeadraceError as error:
             await refuse(context, error)
-        return control_pb2.FaultsResponse(num_active=self._faults.replace(faults))
+        num_active = self._faults.replace(faults)
+        self._worker.meet_faults()
+        return control_pb2.FaultsResponse(num_active=num_active)
 
 
 async def refuse(context: grpc.aio.ServicerContext, error: HeadraceError) -> NoReturn:

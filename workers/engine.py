@@ -165,7 +165,15 @@ class Engine:
             flight = flights.popleft()
             self._postprocess(flight.plan, await self._land(flight), listener)
 
+    def act_out_faults(self) -> None:
+        """Those that change what the scheduler has to do with: a smaller pool, a sequence preempted."""
+        pool, sequence = self._faults.find("pool"), self._faults.find("sequence")
+        self.scheduler.ledger.resize(pool.at if pool else self.scheduler.ledger.size)
+        if sequence is not None and self.scheduler.preempt_at(sequence.at):
+            self._faults.take("sequence")
+
     def _schedule(self) -> StepPlan | None:
+        self.act_out_faults()
         return self.scheduler.schedule(self.clock.now())
 
     async def _launch(self, plan: StepPlan) -> _Flight:

@@ -4,6 +4,10 @@ Points: `step` (before a step is handed to the ranks), `ticket`, `announce`, `re
 `pull` (before blocks are read), `transfer.block` (before block `at` of a request is read).
 Actions: `delay` (go on after so many seconds), `pause` (wait until the faults are cleared), `drop` (the message is not
 sent; the read never ends), `raise`.
+
+Two more act on the scheduler, before each plan: `pool`: `shrink` (it has `at` blocks, or those that are held if they are
+more) and `sequence`: `preempt` (the oldest that has come to position `at`; so many `times`, since one that is preempted
+every time never gets on).
 """
 
 import asyncio
@@ -12,13 +16,16 @@ from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, TransferFailed
 
-POINTS = ("step", "ticket", "announce", "release", "pull", "transfer.block")
-ACTIONS = ("delay", "pause", "drop", "raise")
+_WAYS = ("delay", "pause", "drop", "raise")
+ACTIONS = dict.fromkeys(("step", "ticket", "announce", "release", "pull", "transfer.block"), _WAYS) | {
+    "pool": ("shrink",),
+    "sequence": ("preempt",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at a point. `times` 0: every time; `at` counts for transfer.block only."""
+    """What happens at a point. `times` 0: every time; `at` counts for transfer.block, pool and sequence."""
 
     point: str
     action: str
@@ -27,10 +34,14 @@ class Fault:
     times: int = 0
 
     def __post_init__(self) -> None:
-        if self.point not in POINTS:
-            raise InvalidRequest.out_of_range("point", self.point, f"one of {', '.join(POINTS)}")
-        if self.action not in ACTIONS:
-            raise InvalidRequest.out_of_range("action", self.action, f"one of {', '.join(ACTIONS)}")
+        if self.point not in ACTIONS:
+            raise InvalidRequest.out_of_range("point", self.point, f"one of {', '.join(ACTIONS)}")
+        if self.action not in ACTIONS[self.point]:
+            raise InvalidRequest.out_of_range("action", self.action, f"one of {', '.join(ACTIONS[self.point])}")
+        if self.point == "pool" and self.at < 1:
+            raise InvalidRequest.out_of_range("at", self.at, "at least 1 block")
+        if self.point == "sequence" and self.times < 1:
+            raise InvalidRequest.out_of_range("times", self.times, "at least 1")
         if not 0 <= self.seconds <= 3600:
             raise InvalidRequest.out_of_range("seconds", self.seconds, "from 0 to 3600")
 
@@ -49,6 +60,10 @@ class Faults:
         self._cleared.set()
         self._cleared = asyncio.Event()
         return len(self._left)
+
+    def find(self, point: str) -> Fault | None:
+        """The fault that holds at this point; none of its times is used up."""
+        return next((fault for fault, _ in self._left if fault.point == point), None)
 
     def take(self, point: str, first: int = 0, count: int = 1) -> Fault | None:
         """The fault that holds at this point for indices first … first + count - 1; uses up one of its times."""

@@ -316,6 +316,10 @@ class Worker:
             self._publisher.changed()
         return dropped
 
+    def meet_faults(self) -> None:
+        self._engine.act_out_faults()
+        self._engine.changed()
+
     # -- health
 
     async def _watch_health(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import pathlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -32,7 +32,7 @@ LAYOUTS = PREFILLS | DECODES
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 SHARED = (
     *("--block-size", str(BLOCK), "--max-step-tokens", str(CHUNK), "--num-blocks", str(NUM_BLOCKS)),
-    *("--max-num-seqs", "16"),
+    *("--max-num-seqs", "16", "--fault-hooks"),
 )
 
 
@@ -59,6 +59,17 @@ class Cluster:
         for name in names:
             async with self.workers[name].control() as control:
                 await control.CacheReset(control_pb2.CacheResetRequest())
+
+    @asynccontextmanager
+    async def fault(self, name: str, point: str, action: str, *, at: int, times: int = 0) -> AsyncIterator[None]:
+        """The worker's one fault, until it is left."""
+        fault = control_pb2.Fault(point=point, action=action, at=at, times=times)
+        async with self.workers[name].control() as control:
+            await control.Faults(control_pb2.FaultsRequest(faults=[fault]))
+            try:
+                yield
+            finally:
+                await control.Faults(control_pb2.FaultsRequest())
 
     def same(self, got: Answer, expected: Answer, what: str) -> None:
         """Every field of both answers is equal, by the margin rule."""
@@ -199,27 +210,58 @@ async def test_case_23_the_first_token_can_be_the_last(cluster: Cluster) -> None
         assert got.finishes[0] is (FinishReason.LENGTH if "max_tokens" in sampling else FinishReason.STOP)
 
 
-async def test_case_19_preempted_and_resumed(
-    cluster: Cluster, checkpoint: pathlib.Path, tmp_path: pathlib.Path
+SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("prefill", PREFILLS)
+async def test_case_19_a_handed_over_sequence_is_preempted_at_any_moment(
+    cluster: Cluster, prefill: str, decode: str
 ) -> None:
+    """From its arrival, before it joined the batch, to its last token in flight; greedy, and by what is replayed."""
+    length, max_tokens = CHUNK + 5, 5
+    for sampling in ({}, SAMPLED):
+        asked = a_request(length, salt=19, max_tokens=max_tokens, **sampling)
+        expected = await cluster.alone(asked)
+        for position in range(length, length + max_tokens):
+            what = f"{prefill}→{decode}, preempted at {position}, {sampling}"
+            request = replace(asked, cache_salt=what)
+            async with cluster.fault(decode, "sequence", "preempt", at=position, times=1):
+                got = await cluster.ask(decode, request, prefill)
+            cluster.same(got, expected, what)
+            assert got.timeline is not None
+            assert (got.timeline.num_preemptions, got.timeline.prefill_worker) == (1, prefill), what
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+async def test_preempted_at_any_moment_alone(cluster: Cluster, name: str) -> None:
+    """Between the chunks of its prompt too, and more than once at the same place."""
+    length, max_tokens = 2 * CHUNK + 3, 4
+    asked = a_request(length, salt=20, max_tokens=max_tokens)
+    expected = await cluster.alone(asked)
+    for position, times in ((1, 1), (CHUNK + 1, 1), (CHUNK + 1, 3), (length, 1), (length + 1, 2), (length + 3, 1)):
+        what = f"{name}, preempted {times} times at {position}"
+        async with cluster.fault(name, "sequence", "preempt", at=position, times=times):
+            got = await cluster.ask(name, replace(asked, cache_salt=what))
+        cluster.same(got, expected, what)
+        assert got.timeline is not None
+        assert got.timeline.num_preemptions == times, what
+
+
+@pytest.mark.parametrize("prefill", [None, "a11"])
+async def test_case_19_preempted_and_resumed_in_a_small_pool(cluster: Cluster, prefill: str | None) -> None:
     """A pool too small for all of them: some are preempted, all are right, nothing is held at the end."""
-    options = ("--block-size", str(BLOCK), "--max-step-tokens", str(CHUNK), "--num-blocks", "24", "--max-num-seqs", "8")
-    requests = [a_request(24 + number, salt=number, max_tokens=40) for number in range(6)]
+    salt = f"small-{prefill}"
+    requests = [replace(a_request(24 + i, salt=i, max_tokens=40), cache_salt=salt) for i in range(6)]
     expected = [await cluster.alone(request) for request in requests]
-    async with (
-        a_worker_process(checkpoint, tmp_path, "small", "--role", "unified", *options) as worker,
-        open_session(worker.address) as router,
-    ):
-        for prefill in (None, cluster.workers["a11"].target):
-            answers = [
-                router.submit(replace(request, key=RequestKey(f"{number}-{prefill}"), prefill=prefill))
-                for number, request in enumerate(requests)
-            ]
-            for answer, right in zip(answers, expected, strict=True):
-                cluster.same(await answer.end(), right, f"preempted, prefill {prefill}")
-            preempted = sum(answer.timeline.num_preemptions for answer in answers if answer.timeline)
-            assert preempted > 0, "the pool was not small enough to show anything"
-        async with worker.control() as control:
+    await cluster.forget("f21")
+    async with cluster.fault("f21", "pool", "shrink", at=24):
+        answers = await asyncio.gather(*(cluster.ask("f21", request, prefill) for request in requests))
+        for answer, right in zip(answers, expected, strict=True):
+            cluster.same(answer, right, f"preempted, prefill {prefill}")
+        preempted = sum(answer.timeline.num_preemptions for answer in answers if answer.timeline)
+        assert preempted > 0, "the pool was not small enough to show anything"
+        async with cluster.workers["f21"].control() as control:
             blocks = (await control.Describe(control_pb2.DescribeRequest())).blocks
         assert blocks.free + blocks.cached == 24
 

@@ -47,12 +47,15 @@ class Holding:
 
 
 class BlockLedger:
-    """Owns the state, epoch and identity of `num_blocks` blocks. Used by the scheduler; the publisher drains events."""
+    """Owns the state, epoch and identity of `num_blocks` blocks. Used by the scheduler; the publisher drains events.
+
+    `size` is what it was made with, `num_blocks` what of that is in use now: less only after resize().
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
-        self.num_blocks = num_blocks
+        self.size = self.num_blocks = num_blocks
         self.block_size = block_size
         self.era = 0
         self._epochs = array("q", bytes(8 * num_blocks))
@@ -61,6 +64,7 @@ class BlockLedger:
         self._shown = [0] * len(Hold)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._unused: list[int] = []
         self._ids: list[BlockId | None] = [None] * num_blocks
         self._by_id: dict[BlockId, int] = {}
         self._holdings: dict[Holding, None] = {}
@@ -97,6 +101,16 @@ class BlockLedger:
         """Every open holding: the owner of every held block is in one of them."""
         return tuple(self._holdings)
 
+    def resize(self, num_blocks: int) -> None:
+        """From now on the pool is one of `num_blocks`; where more are held, of those, until it is asked again. At most
+        `size`. For tests of small pools: cached content makes way, held content never does."""
+        while self.num_blocks < min(num_blocks, self.size):
+            self._free.append(self._unused.pop())
+            self.num_blocks += 1
+        while self.num_blocks > num_blocks and self.available:
+            self._unused.append(self._take())
+            self.num_blocks -= 1
+
     # -- holding
 
     def open(self, owner: object) -> Holding:
@@ -111,14 +125,10 @@ class BlockLedger:
         if holding.state is not Hold.ACTIVE:
             raise InternalError(f"{holding!r} cannot grow")
         taken = []
-        free, idle, epochs = self._free, self._idle, self._epochs
+        epochs = self._epochs
         active, total = self._refs[Hold.ACTIVE], self._total
         for _ in range(num_blocks):
-            if free:
-                block = free.pop()
-            else:
-                block, _ = idle.popitem(last=False)
-                self._forget(block)
+            block = self._take()
             epoch = epochs[block] + 1
             epochs[block] = epoch
             self._fresh.append((block, epoch))
@@ -127,6 +137,14 @@ class BlockLedger:
         self._shown[Hold.ACTIVE] += num_blocks
         holding.blocks += taken
         return taken
+
+    def _take(self) -> int:
+        """A free block, else the cached one that was used longest ago."""
+        if self._free:
+            return self._free.pop()
+        block, _ = self._idle.popitem(last=False)
+        self._forget(block)
+        return block
 
     def share(self, holding: Holding, blocks: Iterable[int]) -> None:
         """Appends blocks that hold final content already: cached, or held by others."""
@@ -285,7 +303,7 @@ class BlockLedger:
 
     def audit(self) -> None:
         """Recomputes everything from the open holdings; InternalError names the first difference. For tests and debug."""
-        refs: list[list[int]] = [[0] * self.num_blocks for _ in Hold]
+        refs: list[list[int]] = [[0] * self.size for _ in Hold]
         for holding in self._holdings:
             for block in holding.blocks:
                 refs[holding.state][block] += 1
@@ -294,15 +312,19 @@ class BlockLedger:
                 raise InternalError(f"{state.name} references differ from the holdings'")
         if self._total != [sum(counts) for counts in zip(*refs, strict=True)]:
             raise InternalError("numbers of holders differ from the holdings'")
-        free, idle = set(self._free), set(self._idle)
-        if len(free) != len(self._free) or free & idle:
-            raise InternalError("a block is free twice, or free and cached")
+        free, idle, unused = set(self._free), set(self._idle), set(self._unused)
+        if len(free) != len(self._free) or free & idle or unused & (free | idle):
+            raise InternalError("a block is free twice, or free and cached, or one of these and not in use")
+        if len(unused) != self.size - self.num_blocks:
+            raise InternalError(f"{len(unused)} of {self.size} blocks are not in use, and {self.num_blocks} are")
         shown = [0] * len(Hold)
-        for block in range(self.num_blocks):
+        for block in range(self.size):
             state_of = self._state_of(block)
-            if (state_of is None) != (block in free or block in idle):
+            if (state_of is None) != (block in free or block in idle or block in unused):
                 raise InternalError(f"block {block} is held and available, or neither")
-            if (block in idle and self._ids[block] is None) or (block in free and self._ids[block] is not None):
+            if (block in idle and self._ids[block] is None) or (
+                block in free | unused and self._ids[block] is not None
+            ):
                 raise InternalError(f"block {block} has the wrong identity for its state")
             if state_of is not None:
                 shown[state_of] += 1

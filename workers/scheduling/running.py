@@ -198,6 +198,18 @@ class Running:
         self.num_preemptions += 1
         self.leave(seq, Stage.PREEMPTED)
 
+    def preempt_at(self, position: int) -> bool:
+        """Preempts the oldest that runs, or has arrived, with so many positions scheduled; whether there was one."""
+        reached = [
+            seq
+            for seq in (*self.decoding, *self.prefilling, *self.arrived)
+            if _preemptible(seq) and seq.num_scheduled >= position
+        ]
+        if not reached:
+            return False
+        self.preempt(min(reached, key=age))
+        return True
+
     def leave(self, seq: Sequence, stage: Stage) -> None:
         """A running, arrived or preempted sequence goes to `stage`: PREEMPTED, PINNED or ENDED. What it holds is given
         back once no plan in flight works on it (a pinned one keeps its blocks)."""

@@ -174,6 +174,10 @@ class Scheduler:
         batch.over.clear()
         return events
 
+    def preempt_at(self, position: int) -> bool:
+        """Preempts the oldest that has come to this position of prompt and output; whether one has. For tests."""
+        return self._running.preempt_at(position)
+
     # -- views
 
     @property

@@ -40,8 +40,24 @@ async def test_a_paused_point_goes_on_when_faults_are_cleared() -> None:
 
 @pytest.mark.parametrize(
     ("point", "action", "seconds", "field"),
-    [("nowhere", "drop", 0, "point"), ("step", "explode", 0, "action"), ("step", "delay", -1, "seconds")],
+    [
+        ("nowhere", "drop", 0, "point"),
+        ("step", "explode", 0, "action"),
+        ("step", "delay", -1, "seconds"),
+        ("step", "shrink", 0, "action"),
+        ("pool", "drop", 0, "action"),
+        ("pool", "shrink", 0, "at"),
+        ("sequence", "preempt", 0, "times"),
+    ],
 )
 def test_an_unknown_fault_is_refused(point: str, action: str, seconds: float, field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
         Fault(point, action, seconds=seconds)
+
+
+def test_what_acts_on_the_scheduler_is_found_before_it_is_used_up() -> None:
+    shrink, preempt = Fault("pool", "shrink", at=8), Fault("sequence", "preempt", at=20, times=1)
+    faults = Faults([shrink, preempt])
+    assert (faults.find("pool"), faults.find("sequence")) == (shrink, preempt)
+    assert faults.take("sequence") == preempt
+    assert (faults.find("pool"), faults.find("sequence")) == (shrink, None)

@@ -15,7 +15,7 @@ from headrace.errors import (
     WorkerLost,
 )
 from headrace.v1 import control_pb2, worker_pb2, worker_pb2_grpc
-from headrace.values import FinishReason, Role
+from headrace.values import FinishReason, RequestKey, Role
 from tests.session import open_session
 from tests.unit.workers.memory import VOCAB, MemoryExecutor
 from tests.unit.workers.rig import ENGINE, IDENTITY, Rig, a_request, a_worker
@@ -245,6 +245,33 @@ async def test_faults_need_fault_hooks() -> None:
         assert await rig.faults(control_pb2.Fault(point="step", action="delay")) == 1
         with pytest.raises(grpc.aio.AioRpcError, match="point must be one of"):
             await rig.faults(control_pb2.Fault(point="nowhere", action="delay"))
+
+
+async def test_a_pool_that_shrinks_is_that_small_until_the_fault_is_cleared() -> None:
+    async with a_worker() as rig, rig.router() as router:
+        asked = a_request("big", length=60, max_tokens=20)
+        whole = await router.submit(asked).end()
+        await rig.idle()
+        await rig.faults(control_pb2.Fault(point="pool", action="shrink", at=8))
+        assert rig.counts.total == 8
+        refused = await router.submit(replace(asked, key=RequestKey("refused"))).end()
+        assert isinstance(refused.error, InvalidRequest)
+        assert refused.error.numbers["limit"] == "8"
+        await rig.faults()
+        assert rig.counts.total == 64
+        again = await router.submit(replace(asked, key=RequestKey("again"))).end()
+        assert again.tokens == whole.tokens
+
+
+async def test_a_sequence_is_preempted_as_often_as_the_fault_says() -> None:
+    async with a_worker() as rig, rig.router() as router:
+        asked = a_request("q", length=13, max_tokens=14)
+        plain = await router.submit(asked).end()
+        await rig.faults(control_pb2.Fault(point="sequence", action="preempt", at=20, times=3))
+        answer = await router.submit(replace(asked, key=RequestKey("pressed"))).end()
+        assert answer.tokens == plain.tokens
+        assert answer.timeline is not None
+        assert answer.timeline.num_preemptions == 3
 
 
 async def test_case_60_draining_refuses_new_work_and_finishes_the_old() -> None:

@@ -108,6 +108,12 @@ class LedgerLife(RuleBasedStateMachine):
         assert self.ledger.clear() >= 0
         assert self.ledger.snapshot() == ()
 
+    @rule(num=st.integers(1, NUM_BLOCKS + 3))
+    def resize(self, num: int) -> None:
+        held = {block for holding in self.open for block in holding.blocks}
+        self.ledger.resize(num)
+        assert self.ledger.num_blocks == min(max(num, len(held)), NUM_BLOCKS)
+
     @rule()
     def follow(self) -> None:
         replay(self.ledger.drain_events(), self.followed)
@@ -125,10 +131,10 @@ class LedgerLife(RuleBasedStateMachine):
         self.ledger.audit()
         held = {block for holding in self.open for block in holding.blocks}
         counts = self.ledger.counts()
-        assert counts.total == NUM_BLOCKS
+        assert counts.total == self.ledger.num_blocks
         assert counts.active + counts.pinned + counts.quarantined == len(held)
         assert counts.stranded == 0
-        assert self.ledger.available == NUM_BLOCKS - len(held)
+        assert self.ledger.available == self.ledger.num_blocks - len(held)
         assert set(self.ledger.holdings()) == set(self.open)
 
 

@@ -40,6 +40,15 @@ def test_with_nothing_going_wrong_every_request_is_answered(seed: int, overlap: 
     assert len(world.answered) == num_taken
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), calm=st.booleans())
+def test_pools_that_shrink_and_preemption_at_any_moment_change_no_answer(seed: int, overlap: bool, calm: bool) -> None:
+    world = World(seed, overlap=overlap, calm=calm, pressed=True)
+    world.live(120)
+    world.settle()
+    world.check()
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_one_step_ahead_gives_what_the_plain_loop_gives(seed: int) -> None:
@@ -228,6 +237,22 @@ def test_preemption_takes_the_youngest_and_it_comes_back_before_new_prompts() ->
     (last,) = [o for o in worker.outputs[young.key, 0] if o.timeline]
     assert last.timeline is not None
     assert last.timeline.num_preemptions == 1
+    worker.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("position", "overlap"), [(position, overlap) for overlap in (False, True) for position in range(1, 26 + overlap)]
+)
+def test_preempted_on_demand_at_any_position_it_is_answered_as_ever(position: int, overlap: bool) -> None:
+    worker = CheckedWorker(NO_EOS, max_step_tokens=6, overlap=overlap)
+    asked = request("q", 13, max_tokens=14)
+    worker.scheduler.submit(asked, 0.0)
+    while not worker.scheduler.preempt_at(position):
+        worker.turn()
+    worker.run()
+    worker.check_answer(asked)
+    assert worker.scheduler.num_preemptions == 1
+    assert not worker.scheduler.preempt_at(0)
     worker.check_empty()
 
 
