@@ -17,6 +17,8 @@ if [ -x "$venv/bin/python" ] && ! "$venv/bin/python" -c 'import sys; sys.exit(sy
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+echo "setup: installs into $(realpath "$venv"); a minute where the network is quick" >&2
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv torch
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" \
     --constraint constraints.txt --build-constraint constraints.txt --editable ".[dev]"
+echo "setup: done; . $(realpath --relative-to=. "$venv")/bin/activate puts headrace on the path" >&2
