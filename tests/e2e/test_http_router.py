@@ -13,10 +13,13 @@ import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from starlette.applications import Starlette
 
 from headrace.client import AsyncClient
+from headrace.config import RouterConfig
 from headrace.errors import Unavailable
 from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
+from router.__main__ import _http_config
 from router.text.vocabulary import Text
 from tests.e2e.routers import RunningRouter, null_info, running_router, sdk_of, tiny_checkpoint, write_config
 from tests.null_worker import NullWorker
@@ -261,17 +264,15 @@ async def test_case_60_sigterm_lets_live_streams_end_and_refuses_new_ones(
 async def test_case_50_an_idle_connection_is_kept_as_long_as_configured(
     checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """The server closes an idle connection after keep_alive_seconds and not before; 120 where nothing is said."""
-    async with running_router(checkpoint, tmp_path / "h.yaml", [], keep_alive_seconds=6) as router:
+    """The server keeps it between requests, and closes it at last: after keep_alive_seconds, 120 where none are given."""
+    assert RouterConfig().keep_alive_seconds == _http_config(Starlette(), 120).timeout_keep_alive == 120
+    async with running_router(checkpoint, tmp_path / "h.yaml", [], keep_alive_seconds=1) as router:
         host, port = router.http.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        loop = asyncio.get_running_loop()
         for _ in range(2):
             writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
             assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
-        idle_since = loop.time()
-        assert await reader.read() == b""
-        assert 5.5 < loop.time() - idle_since < 20.0
+        assert await soon(reader.read()) == b""
         writer.close()
 
 
