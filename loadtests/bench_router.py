@@ -48,10 +48,11 @@ from headrace.keys import (
 )
 from headrace.values import Capacity, Compatibility, Load, LoadReport, ParallelLayout, Role, WorkerInfo
 from loadtests.report import Report, Row, add_arguments
+from router.decisions.caches import Caches, Chain, Prediction
 from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
-from router.decisions.placement import Ask, Placed, place
+from router.decisions.placement import Ask, Placed, Placement, place
 from router.decisions.view import Views
 from workers.publish import Publisher
 
@@ -105,18 +106,20 @@ class Heard:
 
 
 class Decisions:
-    """One decision after another, as the router makes them: each is entered into the ledger, an older one leaves it, and
-    a worker reports between two."""
+    """One decision after another, as the router makes them: between two of them the last is entered into the ledger and
+    the overlay, older ones leave these, and a worker reports."""
 
-    def __init__(self, index: Index, num_in_flight: int = 1000) -> None:
-        self._index = index
+    def __init__(self, index: Index, num_in_flight: int = 1000, num_unconfirmed: int = 64) -> None:
+        self._caches = Caches(index)
         self._random = Random(2)
         self._infos = [worker_info(number) for number in range(NUM_WORKERS)]
         self._ledger = Ledger()
         self._views = Views(self._ledger, Health())
         for info in self._infos:
             self._hear(info)
+        self._hash_class = self._views.view().workers[0].hash_class
         self._num_in_flight = num_in_flight
+        self._num_unconfirmed = num_unconfirmed
         self._number = 0
 
     def _hear(self, info: WorkerInfo) -> None:
@@ -125,14 +128,16 @@ class Decisions:
         report = LoadReport(load, Load(), info.cost, info.role, 40_000)
         self._views.heard(info.worker_id, Heard(info, report))
 
-    def decide(self, tokens: list[int] | None, ids: list[BlockId]) -> None:
+    def decide(self, tokens: list[int] | None, ids: list[BlockId]) -> tuple[Prediction, Placement]:
         view = self._views.view()
-        cached: dict[str, int] = {}
-        for hash_class in {worker.hash_class for worker in view.workers}:
-            match = self._index.match(hash_class.hasher().chain(tokens) if tokens is not None else ids)
-            cached.update(match.credited_tokens(BLOCK_SIZE))
-        ask = Ask(PROMPT_TOKENS, 256, 1, cached, 512, tie=self._random.random())
-        placed = place(ask, view, 0.0)
+        if tokens is not None:
+            prediction = self._caches.predict(tokens, "", view, 0.0)
+        else:
+            prediction = self._caches.predict_from({self._hash_class: Chain(iter(ids))}, view, 0.0)
+        ask = Ask(PROMPT_TOKENS, 256, 1, prediction.cached_tokens, 512, tie=self._random.random())
+        return prediction, place(ask, view, 0.0)
+
+    def enter(self, prediction: Prediction, placed: Placement) -> None:
         assert isinstance(placed, Placed)
         prefill = placed.prefill.worker_id if placed.prefill is not None else None
         self._ledger.open(
@@ -143,9 +148,11 @@ class Decisions:
             prefill_tokens=placed.prefill_tokens,
             n=1,
         )
+        self._caches.placed(f"r{self._number}", prediction, placed, 0.0)
 
     def between(self) -> None:
         self._ledger.close(f"r{self._number - self._num_in_flight}")
+        self._caches.ended(f"r{self._number - self._num_unconfirmed}")
         self._number += 1
         self._hear(self._random.choice(self._infos))
 
@@ -154,8 +161,9 @@ class Decisions:
         for _ in range(num_decisions):
             self.between()
             started = perf_counter()
-            self.decide(tokens, ids)
+            decision = self.decide(tokens, ids)
             seconds.append(perf_counter() - started)
+            self.enter(*decision)
         return seconds
 
 

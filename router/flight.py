@@ -16,6 +16,7 @@ from headrace.values import (
     TokenLogprobs,
     Usage,
 )
+from router.decisions.caches import Prediction
 from router.decisions.placement import Placed, Why
 from router.decisions.retry import Progress
 
@@ -120,6 +121,7 @@ class Flight:
         self.deadline = now
         self.queue_seconds = 0.0
         self.placed: Placed | None = None
+        self.prediction: Prediction | None = None
         self.excluded: frozenset[str] = frozenset()
         self.first_error: HeadraceError | None = None
         self.whys: list[Why] = []
@@ -153,6 +155,11 @@ class Flight:
     @property
     def prefill(self) -> str | None:
         return self.placed.prefill.worker_id if self.placed is not None and self.placed.prefill is not None else None
+
+    @property
+    def was_handed_off(self) -> bool:
+        """Whether the prompt's KV came from the prefill worker; known at the end."""
+        return self._worker_timeline.prefill_worker != ""
 
     @property
     def num_generated(self) -> int:

@@ -13,6 +13,7 @@ from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
 from router.decisions.admission import Admission, Admitted, Queued, Shed
+from router.decisions.caches import Caches
 from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
@@ -39,6 +40,10 @@ _TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first t
 _TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
 _E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
 _PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
+_INDEX_FALLBACKS = Counter(metrics.INDEX_FALLBACKS, "Placements that passed over the index for a worker.", ["reason"])
+_ERROR = Gauge(
+    metrics.INDEX_ERROR, "Tokens that the mirror promised and the worker did not have, of those promised.", ["worker"]
+)
 _ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
 
 
@@ -65,7 +70,7 @@ class Requests:
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
-        self._index = index
+        self._caches = Caches(index)
         self._open_text = open_text
         self._pacer = pacer
         self._clock = clock
@@ -213,33 +218,30 @@ class Requests:
         return ContextLengthExceeded(message, field="max_tokens", limit=limit, actual=actual)
 
     def _place(self, flight: Flight, decode: str | None = None) -> Placement:
-        view = self.view()
+        view, now = self.view(), self._clock.now()
+        prediction = self._caches.predict(flight.job.prompt_token_ids, flight.job.cache_salt, view, now)
+        for fallback in prediction.fallbacks:
+            _INDEX_FALLBACKS.labels(fallback.value).inc()
+        flight.prediction = prediction
         ask = Ask(
             num_prompt_tokens=len(flight.job.prompt_token_ids),
             max_tokens=flight.job.sampling.max_tokens,
             n=flight.job.n,
-            cached_tokens=self._cached_tokens(flight.job, view),
+            cached_tokens=prediction.cached_tokens,
             local_prefill_max_tokens=self._local_prefill_max_tokens,
             decode=decode,
             excluded=flight.excluded,
             tie=self._random.random(),
         )
-        placement = place(ask, view, self._clock.now())
+        placement = place(ask, view, now)
         flight.whys.append(placement.why)
         return placement
-
-    def _cached_tokens(self, job: Job, view: View) -> dict[str, int]:
-        """What the index says each worker holds of the prompt. Ids are hashed once for every KV format there is."""
-        cached: dict[str, int] = {}
-        for hash_class in {worker.hash_class for worker in view.workers}:
-            block_size, hasher = hash_class.block_size, hash_class.hasher(job.cache_salt)
-            matched = self._index.match(hasher.chain(job.prompt_token_ids))
-            cached.update(matched.credited_tokens(block_size))
-        return cached
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
         flight.placed = placed
         flight.waits_for_prefill = True
+        if flight.prediction is not None:
+            self._caches.placed(flight.key.request_id, flight.prediction, placed, self._clock.now())
         _PLACEMENTS.labels(placed.why.reason).inc()
         self._ledger.open(
             flight.key.request_id,
@@ -287,6 +289,7 @@ class Requests:
     def _note_first_token(self, flight: Flight) -> None:
         flight.waits_for_prefill = False
         self._ledger.first_token(flight.key.request_id)
+        self._caches.computed(flight.key.request_id, self._clock.now())
         if flight.first_token_at is None:
             flight.first_token_at = self._clock.now()
             _TTFT.observe(flight.first_token_at - flight.began)
@@ -334,12 +337,21 @@ class Requests:
         self._health.succeeded(flight.decode)
         source = flight.prefill or flight.decode
         self._health.succeeded(source)
-        if flight.placed is not None:
-            _PREDICTED.labels(source).inc(flight.placed.cached_tokens)
-            _ACTUAL.labels(source).inc(flight.cached_tokens)
+        self._note_truth(flight, now)
         _E2E.observe(now - flight.began)
         if flight.first_token_at is not None and flight.num_generated > flight.job.n:
             _TPOT.observe((now - flight.first_token_at) / (flight.num_generated / flight.job.n - 1))
+
+    def _note_truth(self, flight: Flight, now: float) -> None:
+        """What the index said of the worker that prefilled, against what that worker found."""
+        placed, prediction = flight.placed, flight.prediction
+        if placed is None or prediction is None:
+            return
+        # A decode worker with little left to compute does it itself, whatever the placement.
+        source = placed.prefill if placed.prefill is not None and flight.was_handed_off else placed.decode
+        _PREDICTED.labels(source.worker_id).inc(prediction.cached_tokens.get(source.worker_id, 0))
+        _ACTUAL.labels(source.worker_id).inc(flight.cached_tokens)
+        _ERROR.labels(source.worker_id).set(self._caches.found(source, prediction, flight.cached_tokens, now))
 
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
@@ -351,6 +363,8 @@ class Requests:
             else:
                 session.cancel(flight.key)
         self._ledger.close(flight.key.request_id)
+        if flight.waits_for_prefill:
+            self._caches.ended(flight.key.request_id)
         self._explanations.pop(flight.job.request_id, None)
         self._explanations[flight.job.request_id] = flight.explanation()
         if len(self._explanations) > NUM_EXPLANATIONS:
@@ -365,4 +379,5 @@ class Requests:
         if session is not None and self._generations.get(worker_id) != session.info.generation:
             self._generations[worker_id] = session.info.generation
             self._health.forget(worker_id)
+            self._caches.forget(worker_id)
         self._call_next()

@@ -21,6 +21,7 @@ from typing import Literal
 
 from headrace.blocks import BlockId
 from headrace.keys import Digest, EventBatch, EventKind, Snapshot, Tier, low_halves
+from router.decisions.overlay import Overlay
 
 BOOTSTRAP_SLICE_BLOCKS = 4096
 NUM_SHARDS = 1024
@@ -59,13 +60,15 @@ Outcome = Followed | Outdated | Overfull | Resync
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many leading blocks of a prompt each worker holds; those that hold none are absent.
+    """How many leading blocks of a prompt each worker holds, or is about to; those that hold none are absent.
 
     `discounts`: what of them is not worth a block on the device, for workers that hold some in a lower tier only.
+    `promised`: what the mirror alone says.
     """
 
     depths: dict[str, int]
     discounts: dict[str, float]
+    promised: dict[str, int]
 
     def credit(self, worker: str) -> float:
         """The worker's leading blocks, each with its tier's weight."""
@@ -96,9 +99,11 @@ class _Mirror:
 
 
 class Index:
-    """Owns the mirror; fed by router.follow alone, read by whoever places."""
+    """Owns the mirror; fed by router.follow alone, read by whoever places. `overlay` is that of who places: here it is
+    read, and hears what events confirm."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self.overlay = Overlay()
         self._max_entries = max_entries
         self._num_entries = 0
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
@@ -121,8 +126,12 @@ class Index:
         lower = 0
         last: int | None = None
         depth = -1
-        for depth, block in enumerate(ids if alive else ()):
-            key = _LOW_HALF(block)[0] >> 4
+        walk = iter(ids)
+        halves: list[int] = []
+        for depth, block in enumerate(walk if alive else ()):
+            half = _LOW_HALF(block)[0]
+            halves.append(half)
+            key = half >> 4
             held = shards[key % NUM_SHARDS].get(key, 0)
             if held is not last:
                 last = held
@@ -139,11 +148,43 @@ class Index:
         else:
             if depth >= 0:
                 self._note(depths, alive, depth + 1)
-        return Match(depths, discounts)
+        if not self.overlay.num_blocks:
+            return Match(depths, discounts, depths)
+        return Match(self._with_overlay(depths, halves, walk), discounts, depths)
 
-    def holds(self, worker: str, block: BlockId) -> bool:
-        mirror = self._mirrors.get(worker)
-        key = _LOW_HALF(block)[0] >> 4
+    def _with_overlay(self, depths: dict[str, int], halves: list[int], walk: Iterator[BlockId]) -> dict[str, int]:
+        """The depths that go on where this router's own placements are about to fill what is missing. What is expected
+        of a chain is one run, up to some block: its end is found by doubling, then halving."""
+
+        def known(depth: int) -> bool:
+            while len(halves) <= depth:
+                block = next(walk, None)
+                if block is None:
+                    return False
+                halves.append(_LOW_HALF(block)[0])
+            return True
+
+        extended = dict(depths)
+        for worker, expected in self.overlay.expected().items():
+            first = depth = depths.get(worker, 0)
+            while known(depth) and (
+                halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
+            ):
+                step = 1
+                while known(depth + step) and halves[depth + step] in expected:
+                    depth += step
+                    step *= 2
+                while step > 1:
+                    step //= 2
+                    if known(depth + step) and halves[depth + step] in expected:
+                        depth += step
+                depth += 1
+            if depth > first:
+                extended[worker] = depth
+        return extended
+
+    def _holds(self, worker: str, half: int) -> bool:
+        mirror, key = self._mirrors.get(worker), half >> 4
         return mirror is not None and bool(self._shards[key % NUM_SHARDS].get(key, 0) & sum(mirror.flags))
 
     def position(self, worker: str) -> tuple[int, int] | None:
@@ -159,6 +200,11 @@ class Index:
     @property
     def workers(self) -> tuple[str, ...]:
         return tuple(self._mirrors)
+
+    @property
+    def num_followed(self) -> int:
+        """How many workers' parts are in step, as far as is known."""
+        return sum([mirror.synced for mirror in self._mirrors.values()])
 
     @property
     def num_keys(self) -> int:
@@ -257,7 +303,9 @@ class Index:
                     if not self._may_hold(mirror, event.num_blocks):
                         self._give_up(worker, mirror)
                     else:
-                        self._store(mirror, low_halves(event.ids), event.tier)
+                        halves = low_halves(event.ids)
+                        self._store(mirror, halves, event.tier)
+                        self.overlay.confirm(worker, halves)
                 case EventKind.REMOVED if not mirror.full:
                     self._remove(mirror, low_halves(event.ids), event.tier)
         if mirror.full:
@@ -270,6 +318,7 @@ class Index:
     def drop(self, worker: str) -> None:
         """The worker is gone for good."""
         mirror = self._mirrors.pop(worker, None)
+        self.overlay.forget(worker)
         if mirror is not None:
             self._retire(mirror)
 
@@ -352,6 +401,7 @@ class Index:
 
     def _clear(self, worker: str, mirror: _Mirror) -> None:
         mirror.full = False
+        self.overlay.forget(worker)
         if mirror.digest.count:
             self._retire(mirror)
             self._take_slot(worker, mirror)

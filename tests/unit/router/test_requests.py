@@ -1,7 +1,7 @@
 """The life of a request before scripted workers, over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -355,14 +355,69 @@ async def test_case_10_client_errors_never_eject_a_worker() -> None:
         assert on.requests.view().workers[0].ejected_until == 0.0
 
 
+def promise(on: Stage, worker: NullWorker, tokens: Sequence[int]) -> None:
+    """Lets the index say that the worker holds these."""
+    same = worker.info.compatibility
+    hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
+    held = Event.of(EventKind.STORED, hasher.chain(tokens))
+    for _ in on.index.bootstrap(worker.info.worker_id, Snapshot(1, 1, (held,) if held.num_blocks else ())):
+        pass
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+async def test_a_worker_that_lacks_what_its_index_promises_is_routed_by_load_alone() -> None:
+    """And each placement that passes over the index says so in a counter."""
+    liar, honest = NullWorker(worker_info("liar", block_size=4)), NullWorker(worker_info("honest", block_size=4))
+    async with liar, honest, stage(liar, honest) as on:
+        promise(on, liar, range(400))
+        promise(on, honest, ())
+        before = metric(metrics.INDEX_FALLBACKS, reason="distrusted")
+
+        async def answer(worker: NullWorker) -> None:
+            while True:
+                request = await worker.submits.get()
+                worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(400))
+
+        answering = [asyncio.create_task(answer(worker)) for worker in (liar, honest)]
+        for number in range(4):
+            await asyncio.wait_for(collect(on.requests.stream(job(f"r{number}", prompt=400))), 10)
+        explanations = [on.requests.why(f"r{number}") for number in range(4)]
+        for task in answering:
+            task.cancel()
+        counted_on = [
+            {c.worker_id: c.cached_tokens for c in explanation.whys[0].candidates}["liar"]
+            for explanation in explanations
+            if explanation is not None
+        ]
+        assert counted_on == [399, 399, 399, 0]
+        assert metric(metrics.INDEX_FALLBACKS, reason="distrusted") == before + 1
+        assert metric(metrics.INDEX_ERROR, worker="liar") > 0.9
+
+
+async def test_an_equal_prompt_follows_one_that_is_computed_before_its_blocks_are_known() -> None:
+    one, other = NullWorker(worker_info("one", block_size=4)), NullWorker(worker_info("other", block_size=4))
+    async with one, other, stage(one, other) as on:
+        got = [asyncio.create_task(worker.submits.get()) for worker in (one, other)]
+        first = on.requests.stream(job("first", prompt=400))
+        begun = asyncio.ensure_future(anext(first))
+        (done,), (waiting,) = await asyncio.wait(got, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        chosen = (one, other)[got.index(done)]
+        chosen.emit(done.result().key, ids("a"), num_generated=1, usage=Usage(400))
+        await begun
+        second, request = await begin(on, chosen, request_id="second", prompt=400)
+        chosen.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(400))
+        await second
+        await first.aclose()
+
+
 async def test_case_11_a_failing_worker_with_the_hottest_prefix_is_ejected() -> None:
     broken, sound = NullWorker(worker_info("a", block_size=4)), NullWorker(worker_info("b", block_size=4))
     async with broken, sound, stage(broken, sound) as on:
-        same = broken.info.compatibility
-        hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
-        held = Event.of(EventKind.STORED, hasher.chain(range(400)))
-        for _ in on.index.bootstrap("a", Snapshot(1, 1, (held,))):
-            pass
+        promise(on, broken, range(400))
 
         async def fail() -> None:
             while True:

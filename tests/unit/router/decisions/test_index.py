@@ -299,6 +299,24 @@ def test_an_empty_index_holds_no_memory_of_blocks() -> None:
     assert index.num_keys == 0
 
 
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 12), st.integers(0, 12))
+def test_a_run_of_expected_blocks_is_followed_to_its_end(
+    num_asked: int, num_held: int, num_expected: int, gap: int, num_behind: int
+) -> None:
+    """Held, expected from there, not known for a gap, and held again."""
+    truth = Truth()
+    chain = [block(n) for n in range(num_asked)]
+    known = num_held + num_expected
+    truth.batch(stored(*range(num_held), *range(known + gap, known + gap + num_behind)))
+    index = synced("a", truth)
+    expected = low_halves(b"".join(block(n) for n in range(num_held, known)))
+    index.overlay.expect("r", "a", expected, capacity=100, expires=1.0)
+    depth = min(num_asked, known if gap else known + num_behind)
+    found = index.match(chain)
+    assert found.depths == ({"a": depth} if depth else {})
+    assert found.promised.get("a", 0) == min(num_asked, num_held + (num_behind if not gap and not num_expected else 0))
+
+
 EVENTS = st.one_of(
     st.builds(
         lambda kind, numbers, tier: Event.of(kind, map(block, numbers), tier),

@@ -1,0 +1,111 @@
+"""What this router believes of the workers' caches: the mirror, what its own placements will add, and how far the mirror
+is to be believed. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.blocks import BlockId
+from headrace.keys import low_halves
+from router.decisions.index import Index
+from router.decisions.placement import Placed
+from router.decisions.truth import Fallback, Truth
+from router.decisions.view import HashClass, View, WorkerView
+
+EXPECT_SECONDS = 10.0
+SETTLE_SECONDS = 2.0
+
+
+class Chain:
+    """A prompt's block ids in one hash class, hashed no further than they are read, and once."""
+
+    def __init__(self, ids: Iterator[BlockId]) -> None:
+        self._ids: list[BlockId] = []
+        self._rest = ids
+
+    def __iter__(self) -> Iterator[BlockId]:
+        yield from self._ids
+        keep = self._ids.append
+        for block in self._rest:
+            keep(block)
+            yield block
+
+    def halves(self, first: int) -> tuple[int, ...]:
+        """The low halves of all ids from number `first` on."""
+        self._ids.extend(self._rest)
+        return low_halves(b"".join(self._ids[first:]))
+
+
+@dataclass(slots=True)
+class Prediction:
+    """What of one prompt each worker holds. `cached_tokens` is what placement may count on; `promised`, in blocks, is
+    what the mirror alone says of all workers, those too that are not believed."""
+
+    cached_tokens: dict[str, int]
+    promised: dict[str, int]
+    chains: dict[HashClass, Chain]
+    fallbacks: tuple[Fallback, ...] = ()
+
+
+class Caches:
+    """Owns the truth records and, through the index, the overlay; owned by router.requests."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._truth = Truth()
+
+    def predict(self, token_ids: Sequence[int], cache_salt: str, view: View, now: float) -> Prediction:
+        """Ids are hashed once for every hash class there is."""
+        classes = {worker.hash_class for worker in view.workers}
+        chains = {hash_class: Chain(hash_class.hasher(cache_salt).chain(token_ids)) for hash_class in classes}
+        return self.predict_from(chains, view, now)
+
+    def predict_from(self, chains: dict[HashClass, Chain], view: View, now: float) -> Prediction:
+        self._index.overlay.expire(now)
+        prediction = Prediction({}, {}, chains)
+        for hash_class, chain in chains.items():
+            match = self._index.match(chain)
+            prediction.cached_tokens.update(match.credited_tokens(hash_class.block_size))
+            prediction.promised.update(match.promised)
+        prediction.fallbacks = tuple(self._fall_back(prediction, view, now))
+        return prediction
+
+    def _fall_back(self, prediction: Prediction, view: View, now: float) -> Iterator[Fallback]:
+        if self._index.num_followed < len(view.workers):
+            yield Fallback.UNFOLLOWED
+        for worker in self._truth.distrusted(now):
+            if prediction.cached_tokens.pop(worker, None) is not None:
+                yield Fallback.DISTRUSTED
+
+    def placed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
+        """The workers of the placement will hold the prompt; the request's earlier ones will not."""
+        self.ended(request_id)
+        ttft = placed.why.chosen.ttft_seconds if placed.why.chosen is not None else 0.0
+        expires = now + EXPECT_SECONDS + 2 * ttft
+        for worker in (placed.decode, placed.prefill):
+            if worker is not None:
+                self._expect(request_id, prediction, worker, expires)
+
+    def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> None:
+        chain = prediction.chains.get(worker.hash_class)
+        if chain is not None:
+            halves = chain.halves(prediction.promised.get(worker.worker_id, 0))
+            self._index.overlay.expect(request_id, worker.worker_id, halves, worker.info.capacity.num_blocks, expires)
+
+    def computed(self, request_id: str, now: float) -> None:
+        """The request's first token came; its blocks' events are due soon, whatever becomes of it."""
+        self._index.overlay.settle(request_id, now + SETTLE_SECONDS)
+
+    def ended(self, request_id: str) -> None:
+        """The request ended, or left its workers, before its first token."""
+        self._index.overlay.withdraw(request_id)
+
+    def found(self, worker: WorkerView, prediction: Prediction, cached_tokens: int, now: float) -> float:
+        """What the worker that prefilled had in fact; returns the error of its part of the index."""
+        block_size = worker.hash_class.block_size
+        promised = prediction.promised.get(worker.worker_id, 0) * block_size
+        self._truth.found(worker.worker_id, promised, cached_tokens, block_size, now)
+        return self._truth.error(worker.worker_id)
+
+    def forget(self, worker: str) -> None:
+        """A new generation of the worker begins."""
+        self._truth.forget(worker)
