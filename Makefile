@@ -47,12 +47,16 @@ bench-stream: setup  ## what a router costs between a worker and 256 streams, be
 bench-router: setup  ## what the index and a placement cost, in time and memory (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_router --out docs/benchmarks/router-cpu.json $(if $(GATE),--gate)
 
-gpu-test:  ## the kernels and the engine on a CUDA device, with the host's own Python
-	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu
+gpu-test:  ## the kernels, the engine and the links on one CUDA device or two, with the host's own Python
+	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
 bench-kernels:  ## each kernel against the card's own limits; the pull too where there are two devices
 	$(GPU_PYTHON) -m loadtests.bench_kernels
 	@if [ "$$(nvidia-smi -L | wc -l)" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_kernels --pull; fi
+
+bench-handoff:  ## pulls over the real links between two CUDA devices, alone and beside decode steps (GATE=1 fails on a miss)
+	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_handoff --source-device 1 \
+		--out docs/benchmarks/handoff-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
 bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host's own Python
 	$(GPU_PYTHON) -m loadtests.bench_gpu
@@ -60,4 +64,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host'
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: bench-gpu bench-router bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: bench-gpu bench-handoff bench-router bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 
 from workers.kv.layout import Piece, SlabLayout
+from workers.kv.links import gloo
 from workers.kv.links.base import BlockPull
-from workers.kv.links.gloo import GlooLink, GlooServer
 from workers.kv.pool import KvPool
 
 # Llama-3.1-8B at tp 8 in bf16, blocks of 32 tokens: 0.5 MiB each.
@@ -37,7 +37,7 @@ def pool() -> KvPool:
 
 def serve() -> None:
     """The source's process: a pool to read from, and a bare stream of as many bytes as each connection asks for."""
-    server = GlooServer(pool(), "127.0.0.1", 30.0)
+    server = gloo.serve(pool(), "127.0.0.1", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as bare:
         print(json.dumps([server.endpoint, bare.getsockname()[1]]), flush=True)
         content = bytes(NUM_BLOCKS * SLAB.block_bytes)
@@ -70,7 +70,7 @@ def main() -> None:
     ) as source:
         assert source.stdout is not None
         endpoint, port = json.loads(source.stdout.readline())
-        link = GlooLink(endpoint, pool(), 30.0)
+        link = gloo.link(endpoint, pool(), 30.0)
         room = memoryview(bytearray(NUM_BLOCKS * SLAB.block_bytes))
         rows = []
         with socket.create_connection(("127.0.0.1", port)) as bare:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.pull_blocks import MappedWords, PullShape, count_stale, pull_blocks
 from kernels.tuning import PullTile, tuning_of
-from workers.kv.links.device_memory import MappedMemory, receive_memory, send_memory
+from workers.kv.device_memory import MappedMemory
 
 HEADS, LAYERS, LAYER_BYTES = 8, 32, 2 * 32 * 128 * 2
 BLOCK_BYTES = HEADS * LAYERS * LAYER_BYTES
@@ -49,7 +49,7 @@ def own(path: str) -> None:
         listener.listen(1)
         connection, _ = listener.accept()
         with connection:
-            send_memory(connection, memory)
+            socket.send_fds(connection, [memory.num_bytes.to_bytes(8, "little")], [memory.export()])
             while moved := connection.recv(2):
                 epochs[int.from_bytes(moved, "little")] += 1
                 torch.cuda.synchronize()
@@ -82,7 +82,8 @@ def _read(
             torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        peer = receive_memory(connection, 0)
+        size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
+        peer = MappedMemory.of_descriptor(descriptors[0], int.from_bytes(size, "little"), 0)
         yield "attach_memory_bytes", float(free - torch.cuda.mem_get_info()[0]), "bytes", []
         source = MappedWords(peer.address)
         _check(source, target, device)

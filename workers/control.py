@@ -11,9 +11,6 @@ from headrace.values import BlockCounts, Load, Role, WorkerInfo
 from workers.faults import Fault, Faults
 from workers.handoff.peers import Peers
 
-# What a link of this kind says about the pair: shown to operators.
-WHY_KIND = {"gloo": "the pools are in host memory"}
-
 
 class Controlled(Protocol):
     """The worker, as its operators see it."""
@@ -82,7 +79,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                     worker_id=link.target.worker_id,
                     generation=link.target.generation,
                     kind=link.kind,
-                    reason=WHY_KIND.get(link.kind, ""),
+                    reason=link.reason,
                     state="open" if link.kind else "opening",
                     bytes=link.num_bytes,
                 )

@@ -15,20 +15,21 @@ import threading
 
 import torch
 
-from tests.contract.links import IMPLEMENTATIONS, WHOLE, filled_pool, pulls_of
+from tests.contract.links import MAKE, WHOLE, filled_pool, pulls_of
 
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def source(scheme: str, fault: dict[str, object]) -> None:
-    pool = filled_pool(seed=1)
+    kind = MAKE[scheme]()
+    pool = filled_pool(1, kind.source_device)
 
     def hook(index: int) -> None:
         if index == fault.get("at"):
             fault.pop("at")
             os.kill(os.getpid(), FAULTS[str(fault["fault"])])
 
-    server = IMPLEMENTATIONS[scheme].serve(pool, hook)
+    server = kind.serve(pool, hook)
     print(server.endpoint, flush=True)
     for line in sys.stdin:
         pool.set_epochs([json.loads(line)["epoch"]])
@@ -36,8 +37,9 @@ def source(scheme: str, fault: dict[str, object]) -> None:
 
 
 def target(scheme: str, endpoint: str) -> None:
-    pool = filled_pool(seed=2)
-    link = IMPLEMENTATIONS[scheme].link(endpoint, pool, 10.0)
+    kind = MAKE[scheme]()
+    pool = filled_pool(2, kind.target_device)
+    link = kind.link(endpoint, pool, 10.0, None)
 
     def pull() -> None:
         link.pull(pulls_of(range(4)), WHOLE)

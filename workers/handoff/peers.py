@@ -20,6 +20,7 @@ from workers.faults import Faults
 from workers.handoff import messages
 from workers.handoff.messages import PeerHello
 from workers.kv.links.base import PeerRanks
+from workers.kv.links.choice import choose
 from workers.ranks.executor import Executor
 from workers.scheduling.scheduler import ChunkDone
 
@@ -59,7 +60,7 @@ class PeerLink:
         self.target = target
         self.opened: asyncio.Future[PeerRanks] = asyncio.get_running_loop().create_future()
         self.num_bytes = 0
-        self.kind = ""
+        self.kind = self.reason = ""
         self.alive = True
         self.reading = asyncio.Semaphore(2)
         self._hello = hello
@@ -157,7 +158,9 @@ class PeerLink:
             )
         self._hello.check_pair(peer, self._executor.shape)
         if not self.opened.done():
-            self.kind = peer.endpoints[0].partition("://")[0]
+            choice = choose(self._hello.endpoints[0], peer.endpoints[0])
+            self.kind, self.reason = choice.scheme, choice.reason
+            log.info("%s is read by %s: %s", peer.worker_id, choice.scheme, choice.reason)
             self.opened.set_result(peer.ranks)
 
     def _deliver(self, key: RequestKey, chunk: ChunkDone) -> None:

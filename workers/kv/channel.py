@@ -1,17 +1,20 @@
 """An authenticated, ordered stream of byte frames between two processes that share a secret, over TCP.
 
 Used between the ranks of one worker, and between the ranks of a pair of workers that share KV. The death of a process
-is the end of its streams, so that its peers notice at once; keep-alive finds a host that is gone.
+is the end of its streams, so that its peers notice at once; keep-alive finds a host that is gone. A host that begins with
+"@" names an abstract Unix socket instead: of this machine and network namespace alone, gone with its process, and able to
+carry open files.
 """
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 from headrace.errors import Unauthenticated
@@ -19,6 +22,7 @@ from headrace.errors import Unauthenticated
 MAX_FRAME_BYTES = 2**28
 NONCE_BYTES = 32
 HANDSHAKE_SECONDS = 5.0
+UNIX = "@"
 
 _LENGTH = struct.Struct("<I")
 
@@ -63,6 +67,32 @@ class Channel:
         except OSError as error:
             raise error if isinstance(error, ChannelClosed) else ChannelClosed(str(error)) from error
 
+    def send_descriptors(self, frame: bytes, descriptors: Sequence[int]) -> None:
+        """A frame and open files with it, of which the other end gets its own; over a Unix socket alone."""
+        try:
+            with self._sending:
+                socket.send_fds(self._socket, [_LENGTH.pack(len(frame)) + frame], descriptors)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive_descriptors(self, count: int, seconds: float) -> tuple[bytes, list[int]]:
+        """What send_descriptors sent: the caller closes the descriptors. ChannelClosed when it is something else, or
+        nothing within `seconds`."""
+        descriptors: list[int] = []
+        try:
+            with self._receiving:
+                self._socket.settimeout(seconds)
+                length, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTH.size, count)
+                if len(length) != _LENGTH.size or len(descriptors) != count:
+                    raise ChannelClosed(f"wanted a frame and {count} descriptors, got {len(descriptors)}")
+                frame = self._exactly(min(*_LENGTH.unpack(length), MAX_FRAME_BYTES))
+                self._socket.settimeout(None)
+        except OSError as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise error if isinstance(error, ChannelClosed) else ChannelClosed(str(error)) from error
+        return frame, descriptors
+
     def _exactly(self, length: int) -> bytes:
         frame = bytearray(length)
         view = memoryview(frame)
@@ -106,7 +136,7 @@ def _proof(token: str, accepting: bool, own_nonce: bytes, other_nonce: bytes) ->
 def connect(host: str, port: int, token: str, seconds: float = HANDSHAKE_SECONDS) -> Channel:
     """A channel to a Listener; ChannelClosed or Unauthenticated, within about 2 × `seconds`."""
     try:
-        channel = Channel(socket.create_connection((host, port), timeout=seconds))
+        channel = Channel(_reach(host, port, seconds))
     except OSError as error:
         raise ChannelClosed(f"cannot reach {host}:{port}: {error}") from error
     try:
@@ -115,6 +145,33 @@ def connect(host: str, port: int, token: str, seconds: float = HANDSHAKE_SECONDS
         channel.close()
         raise
     return channel
+
+
+def _reach(host: str, port: int, seconds: float) -> socket.socket:
+    if not host.startswith(UNIX):
+        return socket.create_connection((host, port), timeout=seconds)
+    stream = socket.socket(socket.AF_UNIX)
+    try:
+        stream.settimeout(seconds)
+        stream.connect(_abstract(host))
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _listen(host: str) -> socket.socket:
+    if not host.startswith(UNIX):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=64)
+    stream = socket.socket(socket.AF_UNIX)
+    stream.bind(_abstract(host))
+    stream.listen(64)
+    return stream
+
+
+def _abstract(host: str) -> str:
+    return "\0" + host.removeprefix(UNIX)
 
 
 class Listener:
@@ -126,11 +183,10 @@ class Listener:
     def __init__(self, host: str, token: str, serve: Callable[[Channel], None]) -> None:
         if not token:
             raise ValueError("a listener's token must not be empty")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=64)
+        self._socket = _listen(host)
         self._wake, self._stop = socket.socketpair()
         self.host = host
-        self.port = int(self._socket.getsockname()[1])
+        self.port = 0 if host.startswith(UNIX) else int(self._socket.getsockname()[1])
         self._token = token
         self._serve = serve
         self._closing = threading.Lock()

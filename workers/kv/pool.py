@@ -2,31 +2,59 @@
 
 Owned by the rank's runner, which alone writes it; links read a peer's pool and write our own on the runner's behalf,
 into blocks that the plan's ledger gave them. One block more than `num_blocks` exists: the trash block that padding
-rows write to.
+rows write to. On a CUDA device both lie in memory that processes of this machine can map.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.kv.layout import Piece, SlabLayout
+from workers.kv.shared_words import SharedWords
+
+if TYPE_CHECKING:
+    from workers.kv.device_memory import MappedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Exportable:
+    """A pool's memory as peers on this machine can map it: its blocks from the first byte on, and its epoch words."""
+
+    blocks: "MappedMemory"
+    epochs: SharedWords
 
 
 class KvPool:
-    """`tensor` is [num_blocks + 1, kv_heads, layers, 2, block_size, head_dim]; `epochs` is int64 [num_blocks + 1]."""
+    """`tensor` is [num_blocks + 1, kv_heads, layers, 2, block_size, head_dim]; `epochs` is int64 [num_blocks + 1], in
+    host memory. `exportable` is None where the pool is in host memory."""
 
     def __init__(self, slab: SlabLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slab = slab
         self.num_blocks = num_blocks
         shape = (num_blocks + 1, slab.num_kv_heads, slab.num_layers, 2, slab.block_size, slab.head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.epochs = torch.zeros(num_blocks + 1, dtype=torch.int64)
+        self.exportable: Exportable | None = None
+        if device.type == "cuda":
+            self.exportable = _exportable(slab, num_blocks + 1, device)
+            blocks = torch.as_tensor(self.exportable.blocks, device=device)
+            self.tensor = blocks[: (num_blocks + 1) * slab.block_bytes].view(dtype).view(shape).zero_()
+            self.epochs = self.exportable.epochs.tensor
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self.epochs = torch.zeros(num_blocks + 1, dtype=torch.int64)
 
     @property
     def trash_block(self) -> int:
         return self.num_blocks
+
+    def settle(self) -> None:
+        """Waits until the calling thread's stream has done what it was given. From then on a link may read the blocks that
+        this wrote, and write those that this was the last to use: neither would wait for the stream."""
+        if self.exportable is not None:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def set_epochs(self, fresh: Iterable[tuple[int, int]]) -> None:
         """Blocks changed hands: from here on a reader that expects an older epoch finds out."""
@@ -66,3 +94,10 @@ class KvPool:
             ]
             for head in range(self.slab.num_kv_heads)
         ]
+
+
+def _exportable(slab: SlabLayout, num_slabs: int, device: torch.device) -> Exportable:
+    from workers.kv.device_memory import MappedMemory
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Exportable(MappedMemory.allocate(num_slabs * slab.block_bytes, index), SharedWords(num_slabs))

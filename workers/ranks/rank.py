@@ -222,7 +222,7 @@ class Rank:
         held = shard(runner.shape, self._spec.layout, self._rank)
         seconds = self._spec.handoff.transfer_seconds
         server = schemes.serve(runner.pool, self._host, seconds)
-        links = PeerLinks(runner.pool, self._rank, self._spec.layout, runner.shape, seconds)
+        links = PeerLinks(runner.pool, server.endpoint, self._rank, self._spec.layout, runner.shape, seconds)
         self._open = (server, links)
         try:
             self._reply(Ready(runner.shape, runner.num_blocks, runner.slab.block_bytes, server.endpoint))
@@ -231,6 +231,7 @@ class Rank:
                     case Step(plan):
                         began = time.perf_counter()
                         result = runner.run(plan)
+                        runner.pool.settle()  # on our word peers read what the step wrote, and links write what it left
                         self._reply(Stepped(plan.number, result, time.perf_counter() - began))
                     case Digest(task, blocks):
                         tp = self._spec.layout.tp

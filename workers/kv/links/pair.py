@@ -13,8 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.kv.channel import Channel, ChannelClosed
-from workers.kv.links.closing import Closing
+from headrace.errors import Unauthenticated
+from workers.kv.channel import Channel, ChannelClosed, connect
+from workers.kv.links.closing import Closing, abandonable
 
 Message = dict[str, Any]
 
@@ -71,6 +72,22 @@ class Pair:
         if message is None:
             raise self.closing.error()
         return message
+
+
+def reach(host: str, port: int, token: str, seconds: float, closing: Closing) -> Channel:
+    """A channel to a peer's listener, which `closing` closes. LinkClosed when there is none within about 2 × `seconds`, or
+    at once when `closing` closes; it is then closed."""
+
+    def work() -> Channel:
+        channel = connect(host, port, token, seconds)
+        closing.on_close(channel.close)
+        return channel
+
+    try:
+        return abandonable(work, closing)
+    except (ChannelClosed, Unauthenticated) as error:
+        closing.close(str(error))
+        raise closing.error() from error
 
 
 class PairStore(_Store):  # type: ignore[misc]

@@ -28,8 +28,12 @@ class PeerLinks:
     """Owns the links of one rank. A pull waits only for earlier ones from the same peer: a silent peer holds up nobody
     else. Once `done` is called, the pull writes nothing more."""
 
-    def __init__(self, pool: KvPool, rank: int, layout: ParallelLayout, shape: ModelShape, seconds: float) -> None:
+    def __init__(
+        self, pool: KvPool, endpoint: str, rank: int, layout: ParallelLayout, shape: ModelShape, seconds: float
+    ) -> None:
+        """`endpoint` is where `pool` can be read, by which the links to each peer are chosen."""
         self._pool = pool
+        self._endpoint = endpoint
         self._rank = rank
         self._layout = layout
         self._shape = shape
@@ -54,7 +58,7 @@ class PeerLinks:
             if not self._closed:
                 known = self._peers.get(peer.key)
                 if known is None:
-                    known = self._peers[peer.key] = _Peer(self._pool, self._seconds, peer.key)
+                    known = self._peers[peer.key] = _Peer(self._pool, self._endpoint, self._seconds, peer.key)
                 known.jobs.put((peer, pieces, blocks, done))
                 return
         done(LinkClosed("link closed: this rank is closing"))
@@ -79,9 +83,10 @@ class PeerLinks:
 class _Peer:
     """One peer worker: a queue of pulls, the thread that carries them out, a link for each source rank it read from."""
 
-    def __init__(self, pool: KvPool, seconds: float, key: tuple[str, int]) -> None:
+    def __init__(self, pool: KvPool, endpoint: str, seconds: float, key: tuple[str, int]) -> None:
         self.jobs: SimpleQueue[tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], Done] | None] = SimpleQueue()
         self._pool = pool
+        self._endpoint = endpoint
         self._seconds = seconds
         self._lock = threading.Lock()
         self._links: dict[int, KvLink] = {}
@@ -125,5 +130,6 @@ class _Peer:
                 raise LinkClosed(f"link closed: links to {peer.worker_id} were closed from this side")
             link = self._links.get(source_rank)
             if link is None or link.closed:
-                link = self._links[source_rank] = connect(peer.endpoints[source_rank], self._pool, self._seconds)
+                theirs = peer.endpoints[source_rank]
+                link = self._links[source_rank] = connect(self._endpoint, theirs, self._pool, self._seconds)
             return link

@@ -1,5 +1,6 @@
 """Channels: who is let in, what arrives, and how either end learns of the other's end."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -114,3 +115,54 @@ def test_nobody_is_reached_where_nobody_listens(listener: Listener) -> None:
 def test_a_listener_needs_a_token() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         Listener("127.0.0.1", "", lambda channel: channel.close())
+
+
+@pytest.fixture
+def local_ends() -> Iterator[tuple[Channel, Channel]]:
+    """Of an abstract Unix socket."""
+    admitted = SimpleQueue[Channel]()
+    name = f"@headrace-test-{os.getpid()}"
+    listener = Listener(name, "secret", admitted.put)
+    mine = connect(name, listener.port, "secret")
+    theirs = admitted.get(timeout=5)
+    yield mine, theirs
+    mine.close()
+    theirs.close()
+    listener.close()
+
+
+def test_open_files_go_with_a_frame_on_this_machine(local_ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = local_ends
+    reading, writing = os.pipe()
+    mine.send_descriptors(b"a pipe", [writing])
+    os.close(writing)
+    mine.send(b"and a frame")
+    frame, (received,) = theirs.receive_descriptors(1, 5)
+    assert frame == b"a pipe"
+    assert theirs.receive() == b"and a frame"
+    os.write(received, b"through it")
+    assert os.read(reading, 100) == b"through it"
+    os.close(received)
+    os.close(reading)
+
+
+def test_a_frame_without_the_files_that_were_wanted_is_refused(local_ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = local_ends
+    mine.send(b"nothing with it")
+    with pytest.raises(ChannelClosed, match="wanted a frame and 2 descriptors, got 0"):
+        theirs.receive_descriptors(2, 5)
+
+
+def test_who_sends_no_files_is_given_up(local_ends: tuple[Channel, Channel]) -> None:
+    with pytest.raises(ChannelClosed, match="timed out"):
+        local_ends[0].receive_descriptors(1, 0.01)
+
+
+def test_a_local_listener_lets_in_who_knows_the_token_alone() -> None:
+    name = f"@headrace-test-token-{os.getpid()}"
+    listener = Listener(name, "secret", Channel.close)
+    with pytest.raises((Unauthenticated, ChannelClosed)):
+        connect(name, 0, "another")
+    listener.close()
+    with pytest.raises(ChannelClosed, match="cannot reach"):
+        connect(name, 0, "secret")

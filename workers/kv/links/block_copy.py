@@ -1,0 +1,64 @@
+"""Copies pieces of blocks from mapped memory into a pool on a GPU, on a stream of its own, beside what the pool's worker
+computes: one launch of few thread blocks, whatever the number of blocks and runs."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from kernels.pull_blocks import MappedWords, PullShape, pull_blocks
+from kernels.tuning import PullTile, tuning_of
+from workers.kv.layout import Piece, SlabLayout
+from workers.kv.pool import KvPool
+
+
+class BlockCopy:
+    """Into one pool, by one thread at a time. What has been copied when `run` returns is there for whatever is launched
+    afterwards."""
+
+    def __init__(self, pool: KvPool, tile: PullTile | None = None) -> None:
+        """`tile`: how the kernel is launched, where not as the card was tuned."""
+        device = pool.tensor.device
+        self._pool = pool
+        self._tile = tile or tuning_of(device).pull
+        self._target = MappedWords(pool.tensor.data_ptr())
+        _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # its stub takes it for a method
+        self._stream = torch.cuda.Stream(device, priority=highest)
+        # Waited for by spinning: a sleeping thread wakes a tenth of a millisecond late, and a pull takes about one.
+        self._done = torch.cuda.Event()
+        self._pinned = torch.empty(0, dtype=torch.int32)
+        self._numbers = torch.empty(0, dtype=torch.int32, device=device)
+
+    def run(self, address: int, slab: SlabLayout, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
+        """Blocks the calling thread until it is done. `address` and `slab` are those of the pool that is read."""
+        count = len(sources)
+        with torch.cuda.stream(self._stream):
+            if self._numbers.numel() < 2 * count:
+                self._pinned = torch.empty(4 * count, dtype=torch.int32).pin_memory()
+                self._numbers = torch.empty(4 * count, dtype=torch.int32, device=self._pool.tensor.device)
+            self._pinned[: 2 * count] = torch.tensor([*sources, *targets], dtype=torch.int32)
+            self._numbers.copy_(self._pinned, non_blocking=True)
+            numbers = self._numbers[:count], self._numbers[count : 2 * count]
+            shape = _shape(slab, self._pool.slab, piece)
+            try:
+                pull_blocks(MappedWords(address), self._target, *numbers, shape, self._tile)
+            finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
+                self._done.record(self._stream)
+                self._done.synchronize()
+
+
+@lru_cache(maxsize=256)
+def _shape(source: SlabLayout, target: SlabLayout, piece: Piece) -> PullShape:
+    return PullShape.of(
+        target.layer_stride * target.element_bytes,
+        source.num_kv_heads,
+        source.num_layers,
+        target.num_kv_heads,
+        target.num_layers,
+        source_head=piece.source_head,
+        target_head=piece.target_head,
+        num_heads=piece.num_heads,
+        source_layer=piece.source_layer,
+        target_layer=piece.target_layer,
+        num_layers=piece.num_layers,
+    )

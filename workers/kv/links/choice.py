@@ -1,0 +1,42 @@
+"""How two ranks are joined: decided from their endpoints alone, so that both ends and an operator see the same."""
+
+from dataclasses import dataclass
+
+from headrace.errors import IncompatiblePeer
+from workers.kv.links.endpoint import Place, place_in, schemes_of
+
+GLOO, NVLINK = "gloo", "nvlink"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one rank reads from another, and why."""
+
+    scheme: str
+    reason: str
+
+
+def choose(ours: str, theirs: str) -> Choice:
+    """The first of the schemes that their endpoint names which ours names too and which reaches from one to the other.
+    IncompatiblePeer, with the reason, where nothing joins them."""
+    here, there = place_in(ours), place_in(theirs)
+    for scheme in schemes_of(theirs):
+        if scheme in schemes_of(ours) and (scheme != NVLINK or here.shares_machine(there)):
+            return Choice(scheme, _reason(scheme, here, there))
+    raise IncompatiblePeer(
+        f"no link joins the ranks: one offers {' and '.join(schemes_of(ours))} on machine {here.machine or 'unknown'}, "
+        f"the other {' and '.join(schemes_of(theirs))} on machine {there.machine or 'unknown'}",
+        field="endpoints",
+    )
+
+
+def _reason(scheme: str, here: Place, there: Place) -> str:
+    match scheme:
+        case "nvlink" if here.device == there.device:
+            return "both ranks use one GPU"
+        case "nvlink":
+            return "the GPUs are in one machine"
+        case "gloo":
+            return "the pools are in host memory"
+        case _:
+            return ""

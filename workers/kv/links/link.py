@@ -1,0 +1,86 @@
+"""What all links are, whatever moves their bytes: formed by the first pull, one pull at a time, closed once for good."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.errors import HeadraceError, StaleBlocks
+from workers.kv.layout import Piece
+from workers.kv.links.base import BlockPull, PullReceipt
+from workers.kv.links.closing import Closing
+
+
+class Transport(Protocol):
+    """How the bytes of one link come here. All of it is called by one thread at a time."""
+
+    def form(self, closing: Closing) -> None:
+        """Once, before the first transfer. Ends at once when `closing` closes; IncompatiblePeer, LinkClosed."""
+        ...
+
+    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+        """The bytes moved. As KvLink.pull; any other error closes the link."""
+        ...
+
+    def release(self) -> None:
+        """Once, after form was called, when the link is closed and neither form nor transfer is under way."""
+        ...
+
+
+class Link:
+    """A KvLink over a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._turn = threading.Lock()  # whoever holds it may use the transport
+        self._closing = Closing()
+        self._closing.on_close(self._release)
+        self._formed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.closed
+
+    def close(self) -> None:
+        self._closing.close("closed from this side")
+
+    def pull(self, blocks: Sequence[BlockPull], piece: Piece) -> PullReceipt:
+        try:
+            with self._turn:
+                return self._pull(blocks, piece)
+        finally:
+            if self._closing.closed:
+                self._release()
+
+    def _pull(self, blocks: Sequence[BlockPull], piece: Piece) -> PullReceipt:
+        began = time.perf_counter()
+        if self._closing.closed:
+            raise self._closing.error()
+        try:
+            if not self._formed:
+                self._formed = True
+                self._transport.form(self._closing)
+            num_bytes = self._transport.transfer(blocks, piece)
+        except StaleBlocks:
+            raise
+        except HeadraceError as error:
+            self._closing.close(str(error))
+            raise
+        except Exception as error:
+            self._closing.close(f"{type(error).__name__}: {error}")
+            raise self._closing.error() from error
+        if self._closing.closed:
+            raise self._closing.error()
+        return PullReceipt(len(blocks), num_bytes, time.perf_counter() - began)
+
+    def _release(self) -> None:
+        """On whichever thread finds the link closed and the transport unused: the one that closes, or the one that
+        pulled meanwhile, which looks after it has given its turn back."""
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            formed, self._formed = self._formed, False
+            if formed:
+                self._transport.release()
+        finally:
+            self._turn.release()
