@@ -37,15 +37,16 @@ def test_the_memory_of_a_dead_peer_is_free_when_its_link_has_closed() -> None:
 
 
 def test_a_pools_memory_is_free_when_nobody_has_it() -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info(CUDA)[0]
+    free = []
     for _ in range(3):
         pool = KvPool(BIG, 400, torch.float32, CUDA)
         assert not pool.tensor.any()
         del pool
         gc.collect()
         torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info(CUDA)[0] < BLOCKS_BYTES
+        free.append(torch.cuda.mem_get_info(CUDA)[0])
+    # the first takes with it what the first use of a device costs
+    assert free[0] - free[2] < BLOCKS_BYTES
 
 
 def test_a_settled_pool_holds_what_the_stream_was_given() -> None:
