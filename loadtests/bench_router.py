@@ -48,7 +48,8 @@ from headrace.keys import (
 )
 from headrace.values import Capacity, Compatibility, Load, LoadReport, ParallelLayout, Role, WorkerInfo
 from loadtests.report import Report, Row, add_arguments
-from router.decisions.caches import Caches, Chain, Prediction
+from router.decisions.caches import Caches, Prediction
+from router.decisions.chain import Chain
 from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger

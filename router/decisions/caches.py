@@ -4,8 +4,7 @@ is to be believed. Pure."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.blocks import BlockId
-from headrace.keys import low_halves
+from router.decisions.chain import Chain
 from router.decisions.index import Index
 from router.decisions.placement import Placed
 from router.decisions.truth import Fallback, Truth
@@ -13,26 +12,6 @@ from router.decisions.view import HashClass, View, WorkerView
 
 EXPECT_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
-
-
-class Chain:
-    """A prompt's block ids in one hash class, hashed no further than they are read, and once."""
-
-    def __init__(self, ids: Iterator[BlockId]) -> None:
-        self._ids: list[BlockId] = []
-        self._rest = ids
-
-    def __iter__(self) -> Iterator[BlockId]:
-        yield from self._ids
-        keep = self._ids.append
-        for block in self._rest:
-            keep(block)
-            yield block
-
-    def halves(self, first: int) -> tuple[int, ...]:
-        """The low halves of all ids from number `first` on."""
-        self._ids.extend(self._rest)
-        return low_halves(b"".join(self._ids[first:]))
 
 
 @dataclass(slots=True)
@@ -88,7 +67,7 @@ class Caches:
     def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> None:
         chain = prediction.chains.get(worker.hash_class)
         if chain is not None:
-            halves = chain.halves(prediction.promised.get(worker.worker_id, 0))
+            halves = chain.after(prediction.promised.get(worker.worker_id, 0))
             self._index.overlay.expect(request_id, worker.worker_id, halves, worker.info.capacity.num_blocks, expires)
 
     def computed(self, request_id: str, now: float) -> None:

@@ -13,23 +13,21 @@ The mirror is a hint. A worker's part is trusted as far as it was followed witho
 and that worker alone is read again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
-from struct import Struct
 from typing import Literal
 
-from headrace.blocks import BlockId
 from headrace.keys import Digest, EventBatch, EventKind, Snapshot, Tier, low_halves
+from router.decisions.chain import Chain, Match
 from router.decisions.overlay import Overlay
 
 BOOTSTRAP_SLICE_BLOCKS = 4096
-NUM_SHARDS = 1024
+NUM_SHARDS = 1024  # a power of two
+SHARD_MASK = NUM_SHARDS - 1
 MAX_ENTRIES = 16_000_000
 MAX_SHARED = 65_536
 TIER_BITS = len(Tier)
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.8, Tier.DISK: 0.4}
-_LOW_HALF = Struct("<8xQ").unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +54,6 @@ class Resync:
 
 
 Outcome = Followed | Outdated | Overfull | Resync
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How many leading blocks of a prompt each worker holds, or is about to; those that hold none are absent.
-
-    `discounts`: what of them is not worth a block on the device, for workers that hold some in a lower tier only.
-    `promised`: what the mirror alone says.
-    """
-
-    depths: dict[str, int]
-    discounts: dict[str, float]
-    promised: dict[str, int]
-
-    def credit(self, worker: str) -> float:
-        """The worker's leading blocks, each with its tier's weight."""
-        return self.depths.get(worker, 0) - self.discounts.get(worker, 0.0)
-
-    def credited_tokens(self, block_size: int) -> dict[str, int]:
-        """The same in tokens, for all workers."""
-        credited = {worker: depth * block_size for worker, depth in self.depths.items()}
-        for worker, discount in self.discounts.items():
-            credited[worker] -= ceil(discount * block_size)
-        return credited
 
 
 class _Mirror:
@@ -116,67 +90,54 @@ class Index:
 
     # -- reading
 
-    def match(self, ids: Iterable[BlockId]) -> Match:
-        """Who holds how much of a prompt. `ids` is read only as far as any worker follows, so a lazy chain is hashed no
-        further than that."""
+    def match(self, chain: Chain) -> Match:
+        """Who holds how much of a prompt, which is hashed little further than any worker follows."""
         depths: dict[str, int] = {}
         discounts: dict[str, float] = {}
         shards, tiered = self._shards, self._tiered
         alive = self._live
-        lower = 0
+        lower = depth = 0
         last: int | None = None
-        depth = -1
-        walk = iter(ids)
-        halves: list[int] = []
-        for depth, block in enumerate(walk if alive else ()):
-            half = _LOW_HALF(block)[0]
-            halves.append(half)
-            key = half >> 4
-            held = shards[key % NUM_SHARDS].get(key, 0)
-            if held is not last:
-                last = held
-                still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
-                if still != alive:
-                    if depth:
-                        self._note(depths, alive & ~still, depth)
-                    alive = still
-                    if not alive:
-                        break
-                lower = alive & ~held
-            if lower:
-                self._discount(discounts, lower, held)
-        else:
-            if depth >= 0:
-                self._note(depths, alive, depth + 1)
+        while alive and chain.reaches(depth):
+            for half in chain.halves[depth:]:
+                key = half >> 4
+                held = shards[key & SHARD_MASK].get(key, 0)
+                if held is not last:
+                    last = held
+                    still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
+                    if still != alive:
+                        if depth:
+                            self._note(depths, alive & ~still, depth)
+                        alive = still
+                        if not alive:
+                            break
+                    lower = alive & ~held
+                if lower:
+                    self._discount(discounts, lower, held)
+                depth += 1
+        if depth:
+            self._note(depths, alive, depth)
         if not self.overlay.num_blocks:
             return Match(depths, discounts, depths)
-        return Match(self._with_overlay(depths, halves, walk), discounts, depths)
+        return Match(self._with_overlay(depths, chain), discounts, depths)
 
-    def _with_overlay(self, depths: dict[str, int], halves: list[int], walk: Iterator[BlockId]) -> dict[str, int]:
+    def _with_overlay(self, depths: dict[str, int], chain: Chain) -> dict[str, int]:
         """The depths that go on where this router's own placements are about to fill what is missing. What is expected
         of a chain is one run, up to some block: its end is found by doubling, then halving."""
-
-        def known(depth: int) -> bool:
-            while len(halves) <= depth:
-                block = next(walk, None)
-                if block is None:
-                    return False
-                halves.append(_LOW_HALF(block)[0])
-            return True
-
         extended = dict(depths)
+        halves, reaches = chain.halves, chain.reaches
         for worker, expected in self.overlay.expected().items():
             first = depth = depths.get(worker, 0)
-            while known(depth) and (
+            while reaches(depth) and (
                 halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
             ):
                 step = 1
-                while known(depth + step) and halves[depth + step] in expected:
+                while reaches(depth + step) and halves[depth + step] in expected:
                     depth += step
                     step *= 2
                 while step > 1:
                     step //= 2
-                    if known(depth + step) and halves[depth + step] in expected:
+                    if reaches(depth + step) and halves[depth + step] in expected:
                         depth += step
                 depth += 1
             if depth > first:
@@ -185,7 +146,7 @@ class Index:
 
     def _holds(self, worker: str, half: int) -> bool:
         mirror, key = self._mirrors.get(worker), half >> 4
-        return mirror is not None and bool(self._shards[key % NUM_SHARDS].get(key, 0) & sum(mirror.flags))
+        return mirror is not None and bool(self._shards[key & SHARD_MASK].get(key, 0) & sum(mirror.flags))
 
     def position(self, worker: str) -> tuple[int, int] | None:
         """(generation, sequence) up to which the worker is followed; None while it must be read again."""
@@ -351,7 +312,7 @@ class Index:
         repeated = []
         for half in halves:
             key = half >> 4
-            shard = shards[key % NUM_SHARDS]
+            shard = shards[key & SHARD_MASK]
             held = shard.get(key)
             if held is None:
                 shard[key] = flag
@@ -368,7 +329,7 @@ class Index:
         absent = []
         for half in halves:
             key = half >> 4
-            shard = shards[key % NUM_SHARDS]
+            shard = shards[key & SHARD_MASK]
             held = shard.get(key, 0)
             if held == flag:
                 del shard[key]

@@ -123,15 +123,15 @@ def _decode_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Cand
     taken: dict[str, Candidate] = {}
     refused: list[Candidate] = []
     ejected: set[str] = set()
-    num_prompt_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
+    num_prompt_tokens, held, excluded = ask.num_prompt_tokens, ask.cached_tokens or {}, ask.excluded
+    num_tokens = num_prompt_tokens + ask.max_tokens
     for worker in view.workers:
         worker_id = worker.worker_id
         if not worker.decodes or (ask.decode is not None and worker_id != ask.decode):
             continue
         # A worker that owns the request already keeps it, whatever became of it since.
-        reason = None if ask.decode is not None else _refusal(ask, worker)
-        if reason is not None:
-            refused.append(Candidate(worker_id, "decode", reason))
+        if ask.decode is None and (worker.draining or num_tokens > worker.max_context_tokens or worker_id in excluded):
+            refused.append(Candidate(worker_id, "decode", _refusal(ask, worker)))
             continue
         if now < worker.ejected_until:
             ejected.add(worker_id)
@@ -143,7 +143,8 @@ def _decode_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Cand
         if cached >= num_prompt_tokens:
             cached = num_prompt_tokens - 1
         compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
-        room = _room_seconds(ask, worker, tpot)
+        fits = ask.n <= worker.free_slots and num_prompt_tokens <= worker.free_tokens
+        room = 0.0 if fits else _room_seconds(ask, worker, tpot)
         taken[worker_id] = Candidate(worker_id, "decode", None, cached, room, compute, tpot)
     return _sound(taken, refused, "decode", ejected), refused
 
@@ -152,14 +153,14 @@ def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Can
     taken: dict[str, Candidate] = {}
     refused: list[Candidate] = []
     ejected: set[str] = set()
-    num_prompt_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
+    num_prompt_tokens, held, excluded = ask.num_prompt_tokens, ask.cached_tokens or {}, ask.excluded
+    num_tokens = num_prompt_tokens + ask.max_tokens
     for worker in view.workers:
         if not worker.prefills:
             continue
         worker_id = worker.worker_id
-        reason = _refusal(ask, worker)
-        if reason is not None:
-            refused.append(Candidate(worker_id, "prefill", reason))
+        if worker.draining or num_tokens > worker.max_context_tokens or worker_id in excluded:
+            refused.append(Candidate(worker_id, "prefill", _refusal(ask, worker)))
             continue
         if now < worker.ejected_until:
             ejected.add(worker_id)
@@ -171,12 +172,11 @@ def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Can
     return _sound(taken, refused, "prefill", ejected), refused
 
 
-def _refusal(ask: Ask, worker: WorkerView) -> str | None:
+def _refusal(ask: Ask, worker: WorkerView) -> str:
+    """Which of the reasons it was."""
     if worker.draining:
         return "draining"
-    if worker.worker_id in ask.excluded:
-        return "excluded"
-    return "context" if ask.num_prompt_tokens + ask.max_tokens > worker.max_context_tokens else None
+    return "excluded" if worker.worker_id in ask.excluded else "context"
 
 
 def _sound(
@@ -192,8 +192,6 @@ def _sound(
 def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
     """How long until the worker has a free row and the blocks for this request: ended sequences make room, one every
     `tpot` × half an expected output ÷ their number."""
-    if ask.n <= worker.free_slots and ask.num_prompt_tokens <= worker.free_tokens:
-        return 0.0
     running = max(worker.load.num_running, 1)
     mean_tokens = max(worker.load.context_tokens // running, 1)
     missing_rows = max(ask.n - worker.free_slots, 0)

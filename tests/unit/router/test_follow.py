@@ -15,6 +15,7 @@ from headrace import store as stores
 from headrace.clock import SystemClock
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys
+from router.decisions.chain import Chain
 from router.decisions.index import Index, Outcome
 from router.follow import Follow
 from router.sessions import Sessions
@@ -49,7 +50,7 @@ class Scene:
         return Publisher(self.redis, KEYS, worker, generation)
 
     def held(self, worker: str, upto: int = 64) -> set[int]:
-        return {n for n in range(upto) if worker in self.index.match([block(n)]).depths}
+        return {n for n in range(upto) if worker in self.index.match(Chain([block(n)])).depths}
 
 
 @asynccontextmanager

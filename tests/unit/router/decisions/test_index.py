@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 
 from headrace.blocks import BlockId
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
+from router.decisions.chain import SLICE_BLOCKS, Chain
 from router.decisions.index import TIER_CREDIT, Followed, Index, Outdated, Overfull, Resync
 
 
@@ -59,7 +60,7 @@ def sweep(index: Index) -> None:
 
 
 def held(index: Index, worker: str, upto: int = 40) -> set[BlockId]:
-    return {block(n) for n in range(upto) if worker in index.match([block(n)]).depths}
+    return {block(n) for n in range(upto) if worker in index.match(Chain([block(n)])).depths}
 
 
 def synced(worker: str, truth: Truth) -> Index:
@@ -75,19 +76,21 @@ def test_match_counts_each_workers_leading_blocks() -> None:
         truth.batch(stored(*numbers))
         read(index, worker, truth.snapshot())
     chain = [block(n) for n in (1, 2, 3, 4)]
-    assert index.match(chain).depths == {"a": 3, "b": 2, "d": 1}
-    assert index.match(chain[:2]).depths == {"a": 2, "b": 2, "d": 1}
-    assert index.match([]).depths == {}
-    assert index.match([block(9)]).depths == {}
+    assert index.match(Chain(chain)).depths == {"a": 3, "b": 2, "d": 1}
+    assert index.match(Chain(chain[:2])).depths == {"a": 2, "b": 2, "d": 1}
+    assert index.match(Chain([])).depths == {}
+    assert index.match(Chain([block(9)])).depths == {}
 
 
 def test_match_reads_the_chain_no_further_than_any_worker_follows() -> None:
     truth = Truth()
     truth.batch(stored(1, 2))
     index = synced("a", truth)
-    chain = iter([block(1), block(2), block(3), block(4)])
-    assert index.match(chain).depths == {"a": 2}
-    assert next(chain) == block(4)
+    ids = iter([block(n) for n in range(1, 100)])
+    assert index.match(Chain(ids)).depths == {"a": 2}
+    assert next(ids) == block(1 + SLICE_BLOCKS)
+    assert Index().match(Chain(ids)).depths == {}
+    assert next(ids) == block(2 + SLICE_BLOCKS)
 
 
 def test_an_unknown_worker_is_to_be_read_first() -> None:
@@ -166,11 +169,12 @@ def test_a_block_in_a_lower_tier_is_worth_less_and_one_in_two_tiers_counts_where
     below.batch(stored(1), stored(1, 2, tier=Tier.HOST), stored(3, tier=Tier.DISK))
     read(index, "here", here.snapshot())
     read(index, "below", below.snapshot())
-    match = index.match([block(n) for n in (1, 2, 3, 4)])
+    match = index.match(Chain([block(n) for n in (1, 2, 3, 4)]))
     assert match.depths == {"here": 4, "below": 3}
-    assert match.credit("here") == 4
-    assert match.credit("below") == 1 + TIER_CREDIT[Tier.HOST] + TIER_CREDIT[Tier.DISK]
-    assert match.credit("nobody") == 0
+    assert match.credited_tokens(10) == {
+        "here": 40,
+        "below": 10 + 10 * TIER_CREDIT[Tier.HOST] + 10 * TIER_CREDIT[Tier.DISK],
+    }
 
 
 def test_a_worker_is_matched_as_before_until_its_snapshot_is_read_to_the_end() -> None:
@@ -195,7 +199,7 @@ def test_a_slot_is_taken_again_only_when_it_is_swept() -> None:
     for number in range(20):
         index.apply("a", truth.batch(stored(number)))
         index.apply("a", truth.batch(Event(EventKind.CLEARED)))
-    assert index.match([block(n) for n in range(20)]).depths == {}
+    assert index.match(Chain([block(n) for n in range(20)])).depths == {}
     sweeping = index.sweep()
     next(sweeping)
     index.apply("a", truth.batch(stored(30), Event(EventKind.CLEARED), stored(31)))
@@ -236,7 +240,7 @@ def test_case_38_the_whole_mirror_has_a_cap() -> None:
         read(index, worker, truth.snapshot())
         outcome = index.apply(worker, truth.batch(stored(*range(10))))
         assert outcome == (Followed() if worker == "a" else Overfull())
-    assert index.match([block(1)]).depths == {"a": 1}
+    assert index.match(Chain([block(1)])).depths == {"a": 1}
 
 
 def test_case_38_distinct_prefixes_under_a_shared_prompt_with_evictions_leave_the_map_flat() -> None:
@@ -270,12 +274,12 @@ def test_dropping_a_worker_leaves_the_others_and_frees_its_place() -> None:
         read(index, worker, truth.snapshot())
     index.drop("a")
     index.drop("never seen")
-    assert index.match([block(1)]).depths == {"b": 1}
+    assert index.match(Chain([block(1)])).depths == {"b": 1}
     other = Truth()
     other.batch(stored(2))
     read(index, "c", other.snapshot())
-    assert index.match([block(1)]).depths == {"b": 1}
-    assert index.match([block(2)]).depths == {"b": 1, "c": 1}
+    assert index.match(Chain([block(1)])).depths == {"b": 1}
+    assert index.match(Chain([block(2)])).depths == {"b": 1, "c": 1}
 
 
 def test_a_worker_dropped_while_it_is_read_stays_dropped() -> None:
@@ -287,7 +291,7 @@ def test_a_worker_dropped_while_it_is_read_stays_dropped() -> None:
     index.drop("a")
     assert list(reading) == []
     assert index.workers == ()
-    assert index.match([block(0)]).depths == {}
+    assert index.match(Chain([block(0)])).depths == {}
 
 
 def test_an_empty_index_holds_no_memory_of_blocks() -> None:
@@ -312,7 +316,7 @@ def test_a_run_of_expected_blocks_is_followed_to_its_end(
     expected = low_halves(b"".join(block(n) for n in range(num_held, known)))
     index.overlay.expect("r", "a", expected, capacity=100, expires=1.0)
     depth = min(num_asked, known if gap else known + num_behind)
-    found = index.match(chain)
+    found = index.match(Chain(chain))
     assert found.depths == ({"a": depth} if depth else {})
     assert found.promised.get("a", 0) == min(num_asked, num_held + (num_behind if not gap and not num_expected else 0))
 

@@ -1,0 +1,63 @@
+"""A prompt as the index sees it: a lazy chain of blocks, and who holds how much of it. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+
+from headrace.blocks import BlockId
+from headrace.keys import low_halves
+
+SLICE_BLOCKS = 16
+
+
+class Chain:
+    """A prompt's blocks by the low halves of their ids. Hashed a slice at a time, no further than they are read, once.
+
+    `halves` are those that are hashed; `grow` alone adds to them.
+    """
+
+    __slots__ = ("_rest", "halves")
+
+    def __init__(self, ids: Iterable[BlockId]) -> None:
+        self.halves: list[int] = []
+        self._rest = iter(ids)
+
+    def grow(self) -> bool:
+        """Hashes a slice more; False when there is none."""
+        more = low_halves(b"".join(islice(self._rest, SLICE_BLOCKS)))
+        self.halves += more
+        return bool(more)
+
+    def reaches(self, depth: int) -> bool:
+        """Whether there is a block number `depth`."""
+        while len(self.halves) <= depth:
+            if not self.grow():
+                return False
+        return True
+
+    def after(self, first: int) -> Sequence[int]:
+        """All blocks from number `first` on."""
+        while self.grow():
+            pass
+        return self.halves[first:]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many leading blocks of a prompt each worker holds, or is about to; those that hold none are absent.
+
+    `discounts`: what of them is not worth a block on the device, for workers that hold some in a lower tier only.
+    `promised`: what the mirror alone says.
+    """
+
+    depths: dict[str, int]
+    discounts: dict[str, float]
+    promised: dict[str, int]
+
+    def credited_tokens(self, block_size: int) -> dict[str, int]:
+        """Leading tokens by worker, each block with its tier's weight."""
+        credited = {worker: depth * block_size for worker, depth in self.depths.items()}
+        for worker, discount in self.discounts.items():
+            credited[worker] -= ceil(discount * block_size)
+        return credited
