@@ -186,10 +186,11 @@ class Requests:
             del self._turns[name]
 
     def _call_next(self) -> None:
-        """Room may have come: whoever's turn it is goes on."""
+        """Room may have come: whoever's turn it is goes on. One that is leaving just now gives its turn back as it goes."""
         if len(self._admission):
             for name in self._admission.admit(self.view(), self._clock.now()):
-                self._turns[name].set_result(None)
+                if not self._turns[name].done():
+                    self._turns[name].set_result(None)
 
     def _dispatch(self, flight: Flight, mailbox: Mailbox) -> None:
         """Places an admitted request and hands it to its decode worker."""

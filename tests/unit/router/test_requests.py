@@ -461,6 +461,27 @@ async def test_case_54_beyond_the_queue_requests_are_refused_with_a_time_to_come
         assert (on.requests.num_queued, on.requests.num_in_flight) == (0, 0)
 
 
+async def test_clients_that_leave_at_once_give_their_turns_to_those_behind_them() -> None:
+    """One's end makes room for the next in the queue, whose client left in the same moment."""
+    info = worker_info(max_num_seqs=1)
+    async with NullWorker(info) as worker, stage(worker, max_queue=4) as on:
+        running = [asyncio.create_task(collect(on.requests.stream(job(f"r{i}")))) for i in range(9)]
+        requests = [await asyncio.wait_for(worker.submits.get(), 10) for _ in range(9)]
+        leaving = asyncio.create_task(collect(on.requests.stream(job("leaving"))))
+        behind = asyncio.create_task(collect(on.requests.stream(job("behind"))))
+        await asyncio.sleep(0)
+        assert on.requests.num_queued == 2
+        running[0].cancel()
+        leaving.cancel()
+        last = await asyncio.wait_for(worker.submits.get(), 10)
+        for request in (*requests[1:], last):
+            worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await asyncio.wait_for(asyncio.gather(*running[1:], behind), 10)
+        await asyncio.wait([running[0], leaving])
+        assert (running[0].cancelled(), leaving.cancelled()) == (True, True)
+        assert (on.requests.num_queued, on.requests.num_in_flight) == (0, 0)
+
+
 async def test_a_queued_request_whose_client_goes_away_or_whose_time_is_over_leaves_the_queue() -> None:
     info = worker_info(max_num_seqs=1)
     async with NullWorker(info) as worker, stage(worker, max_queue=4) as on:
