@@ -11,8 +11,8 @@ from kernels.ops import AttentionBatch, Ops
 from workers.kv.layout import shard
 from workers.models.config import ModelConfig
 from workers.models.layers import ColumnLinear, Columns, Parts, RowLinear, Vocabulary
-from workers.models.rope import cos_sin_table
 from workers.models.parallel import RankContext
+from workers.models.rope import cos_sin_table
 from workers.models.weights import Wanted
 
 

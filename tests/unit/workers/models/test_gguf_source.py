@@ -1,4 +1,4 @@
-"""workers.models.gguf_source: what llama.cpp's converter did to a checkpoint is undone; what cannot be served is refused."""
+"""workers.models.gguf_source: what llama.cpp's converter did to a checkpoint is undone; what cannot be served is not."""
 
 import json
 import pathlib
