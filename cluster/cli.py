@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "Talk to the model.",
     "generate": "Complete one prompt.",
     "model": "Fetch a model into a local folder.",
+    "simulate": "Replay a trace on virtual workers, with the production router and schedulers.",
     "demo": "Serve a small model here, ask it two questions, and show where each request went.",
 }
 

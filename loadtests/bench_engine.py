@@ -17,15 +17,16 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 
+from headrace import traces
 from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
 from headrace.values import Request, RequestKey, SamplingParams
-from loadtests import traces
 from loadtests.report import Report, Row, add_arguments
-from loadtests.virtual_pair import PairLimits, VirtualPair
+from loadtests.virtual_pair import VirtualPair
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits
+from workers.virtual.engine import Machine
 
 BLOCK_SIZE = 32
 VOCAB_SIZE = 32_000
@@ -178,7 +179,7 @@ def replay(path: pathlib.Path) -> tuple[VirtualPair, int, int]:
     """The trace on one prefill and one decode worker in virtual time: (the pair, requests served, requests too long)."""
     rows, num_removed = traces.within(traces.read(path), MAX_CONTEXT_TOKENS)
     limits = SchedulerLimits(256, 2048, MAX_CONTEXT_TOKENS, 100_000, 10.0)
-    pair = VirtualPair(PairLimits(limits, EIGHT_B_BLOCKS, BLOCK_SIZE, EIGHT_B_BLOCK_BYTES, EIGHT_B_COST))
+    pair = VirtualPair(Machine(limits, EIGHT_B_BLOCKS, BLOCK_SIZE, EIGHT_B_BLOCK_BYTES, EIGHT_B_COST))
     pair.run(arrivals(rows))
     return pair, len(rows), num_removed
 
@@ -211,7 +212,7 @@ def main() -> int:
     pair, num_rows, num_removed = replay(arguments.trace)
     note = (
         f"{arguments.trace.name}: {num_rows} requests, {num_removed} too long, {pair.num_tokens} tokens, "
-        f"{pair.prefill.num_steps} + {pair.decode.num_steps} steps in {time.perf_counter() - started:.0f} s, "
+        f"{pair.prefill.engine.num_steps} + {pair.decode.engine.num_steps} steps in {time.perf_counter() - started:.0f} s, "
         f"at most {pair.usage.peak_held_fraction:.1%} of a pool held"
     )
     print(f"  {note}")

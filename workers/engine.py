@@ -13,59 +13,22 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from headrace.clock import Clock
-from headrace.costmodel import CostModel, OnlineFit
+from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, WorkerLost
 from headrace.values import Load, RequestKey, SequenceOutput
 from workers.faults import Faults
 from workers.ranks.executor import Executor
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import ChunkDone, Scheduler
+from workers.scheduling.work import StepFit, StepWork
 
 T = TypeVar("T")
 
 SWEEP_SECONDS = 0.05
-WARM_UP_STEPS = 4
 _NOTHING = Load()
-
-
-class StepKind(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """How much a plan computes, as the cost model counts it. Contexts in tokens."""
-
-    kind: StepKind
-    num_sequences: int
-    num_prefills: int
-    prefill_tokens: int
-    mean_prefill_context: float
-    decode_context_tokens: int
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> "StepWork":
-        decodes, prefills = plan.work[: plan.num_decodes], plan.work[plan.num_decodes :]
-        tokens = sum(row.num_tokens for row in prefills)
-        weighted = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in prefills)
-        if not prefills:
-            kind = StepKind.DECODE
-        else:
-            kind = StepKind.MIXED if decodes else StepKind.PREFILL
-        return cls(
-            kind=kind,
-            num_sequences=len(plan.work),
-            num_prefills=len(prefills),
-            prefill_tokens=tokens,
-            mean_prefill_context=weighted / tokens if tokens else 0.0,
-            decode_context_tokens=sum(row.start + 1 for row in decodes),
-        )
 
 
 class Listener(Protocol):
@@ -108,8 +71,7 @@ class Engine:
         self.num_steps = 0
         self._overlap = overlap
         self._faults = faults or Faults()
-        self._fit = OnlineFit()
-        self._warm_up = dict.fromkeys(StepKind, WARM_UP_STEPS)
+        self._fit = StepFit()
         self._wake = asyncio.Event()
         self._occupied = asyncio.Event()
         self._pulse = asyncio.Event()
@@ -196,7 +158,7 @@ class Engine:
         self.num_steps += 1
         self._busy_since = now
         work = StepWork.of(plan)
-        self._learn(work, result.seconds)
+        self._fit.add(work, result.seconds)
         listener.on_step(work, result.seconds)
         for chunk in events.chunks:
             listener.on_chunk(chunk)
@@ -213,19 +175,6 @@ class Engine:
         self._tell_waiters()
         await self._wake.wait()
         self._wake.clear()
-
-    def _learn(self, work: StepWork, seconds: float) -> None:
-        """Steps of one kind teach the fit; mixed ones cannot be told apart, and the first of a kind are warm-up."""
-        if self._warm_up[work.kind]:
-            self._warm_up[work.kind] -= 1
-            return
-        match work.kind:
-            case StepKind.PREFILL:
-                self._fit.add_prefill(work.prefill_tokens, work.mean_prefill_context, seconds)
-            case StepKind.DECODE:
-                self._fit.add_decode(work.num_sequences, work.decode_context_tokens, seconds)
-            case StepKind.MIXED:
-                pass
 
     def _tell_waiters(self) -> None:
         self.version += 1

@@ -22,7 +22,7 @@ from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.values import BlockCounts, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
 from workers.control import ControlServicer
-from workers.engine import Engine, StepWork
+from workers.engine import Engine
 from workers.faults import Faults
 from workers.handoff.messages import PeerHello
 from workers.handoff.peers import Peers
@@ -35,6 +35,7 @@ from workers.publish import Publisher
 from workers.ranks.executor import Executor
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
+from workers.scheduling.work import StepWork
 from workers.spec import WorkerSpec
 from workers.streams import TransferServicer, WorkerServicer
 

@@ -2,11 +2,12 @@
 
 from headrace.costmodel import CostModel
 from headrace.values import Request, RequestKey, SamplingParams
-from loadtests.virtual_pair import PairLimits, VirtualPair
+from loadtests.virtual_pair import VirtualPair
 from workers.scheduling.scheduler import SchedulerLimits
+from workers.virtual.engine import Machine
 
 COST = CostModel(
-    prefill_base_seconds=0.0,
+    prefill_base_seconds=0.1,
     prefill_token_seconds=0.01,
     prefill_token_context_seconds=0.0,
     decode_base_seconds=0.1,
@@ -19,7 +20,7 @@ COST = CostModel(
 
 def pair(num_blocks: int = 64, local_prefill_max_tokens: int = 4) -> VirtualPair:
     limits = SchedulerLimits(8, 16, 200, 100, 10.0)
-    return VirtualPair(PairLimits(limits, num_blocks, 4, 1000, COST, local_prefill_max_tokens))
+    return VirtualPair(Machine(limits, num_blocks, 4, 1000, COST), local_prefill_max_tokens)
 
 
 def request(number: int, num_prompt: int, num_output: int) -> Request:
@@ -32,8 +33,8 @@ def test_all_are_answered_with_as_many_tokens_as_they_draw_and_all_blocks_come_b
     world.run((number * 0.3, request(number, 1 + number * 5 % 40, 1 + number % 12)) for number in range(60))
     assert world.num_finished == 60
     assert world.num_tokens == sum(1 + number % 12 for number in range(60))
-    for engine in (world.prefill, world.decode):
-        counts = engine.scheduler.counts()
+    for worker in (world.prefill, world.decode):
+        counts = worker.scheduler.counts()
         assert counts.free + counts.cached == counts.total
     usage = world.usage
     assert usage.filled <= usage.needed <= usage.held

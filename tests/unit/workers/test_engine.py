@@ -10,10 +10,11 @@ from headrace.errors import WorkerLost
 from headrace.values import RequestKey, SequenceOutput
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import BLOCK_SIZE, a_request
-from workers.engine import Engine, StepKind, StepWork
+from workers.engine import Engine
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import RowWork, StepPlan
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
+from workers.scheduling.work import StepKind, StepWork
 
 LIMITS = SchedulerLimits(max_num_seqs=4, max_step_tokens=8, max_context_tokens=128, max_waiting=16, pin_seconds=1.0)
 

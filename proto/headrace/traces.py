@@ -13,6 +13,7 @@ from datetime import datetime
 from random import Random
 
 TOKENS_PER_ID = 512
+NOISE_TOKENS = 1 << 16
 
 
 class TraceError(ValueError):
@@ -70,7 +71,9 @@ class Prompts:
     def __init__(self, vocab_size: int, tokens_per_id: int = TOKENS_PER_ID) -> None:
         self._vocab_size = vocab_size
         self._tokens_per_id = tokens_per_id
-        self._ring = [Random(0).randrange(vocab_size) for _ in range(1 << 16)]
+        random = Random(0)
+        self._ring = [random.randrange(vocab_size) for _ in range(NOISE_TOKENS)]
+        self._noise = self._ring * 2
         self._by_id: dict[int, tuple[int, ...]] = {}
 
     def of(self, row: TraceRow) -> tuple[int, ...]:
@@ -96,8 +99,8 @@ class Prompts:
         for _ in range(8):
             rest, digit = divmod(rest, self._vocab_size)
             digits.append(digit)
-        start = number * 7919 % len(self._ring)
-        noise = self._ring[start:] + self._ring[:start]
+        start = number * 7919 % NOISE_TOKENS
+        noise = self._noise[start : start + min(num_tokens, NOISE_TOKENS)]
         while len(noise) < num_tokens:
             noise += self._ring
         return tuple((digits + noise)[:num_tokens])

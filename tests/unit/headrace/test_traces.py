@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from loadtests.traces import Prompts, TraceError, TraceRow, read, spread, within
+from headrace.traces import Prompts, TraceError, TraceRow, read, spread, within
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"

@@ -1,0 +1,1 @@
+"""The simulator: production placement, admission, index and schedulers under a virtual clock (design section 7)."""

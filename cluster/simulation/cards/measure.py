@@ -1,0 +1,38 @@
+"""Writes the files of measured cards from docs/benchmarks:  python -m cluster.simulation.cards.measure"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+
+from cluster.simulation import cards
+from cluster.simulation.cards import Card
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+NUM_BLOCKS = 13_000
+BLOCK_BYTES = 4 * 2**20
+
+
+def h100(folder: pathlib.Path = BENCHMARKS) -> Card:
+    """One H100 with the Llama-3.1-8B shape in bfloat16, blocks of 32 tokens. The link was measured on H200, whose NVLink
+    is the same."""
+    kernels, pull = _rows(folder / "kernels-h100.json"), _rows(folder / "kernels-h200-pull.json")
+    bandwidth = pull["pull_512mib_gbps"] * 1e9
+    cost = cards.fit(
+        _rows(folder / "engine-h100.json"),
+        attention_bytes_per_second=kernels["decode_b128_1k_fraction"] * kernels["copy_gbps"] * 1e9,
+        transfer=(2**24 / (pull["pull_16mib_gbps"] * 1e9) - 2**24 / bandwidth, bandwidth),
+    )
+    source = (
+        "fitted from docs/benchmarks: engine-h100.json (decode_b*, prefill_*, ttft_1024), kernels-h100.json (bandwidth of "
+        "decode attention), kernels-h200-pull.json (link); num_blocks: what 80 GB leave beside 16 GB of weights"
+    )
+    return Card("h100", source, cost, NUM_BLOCKS, BLOCK_BYTES)
+
+
+def _rows(path: pathlib.Path) -> Mapping[str, float]:
+    return {row["name"]: row["value"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+
+
+if __name__ == "__main__":
+    card = h100()
+    (cards.FOLDER / f"{card.name}.json").write_text(json.dumps(card.as_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,142 @@
+"""Workers, and one router before them, under virtual time."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.simulation.cards import Card
+from cluster.simulation.policies import POLICIES
+from cluster.simulation.router import RouterLimits, Served, VirtualRouter
+from headrace import traces
+from headrace.errors import ConfigError
+from headrace.traces import TraceRow
+from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
+from workers.scheduling.scheduler import SchedulerLimits
+from workers.scheduling.work import StepWork
+from workers.virtual.engine import Machine, Prompt, virtual_hasher
+from workers.virtual.time import VirtualTime
+from workers.virtual.worker import VirtualWorker
+
+VOCAB_SIZE = 128_000
+MESSAGE_SECONDS = 5e-4
+EVENT_SECONDS = 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """How many workers of which role, each on one card. Limits as in headrace.config; `message_seconds` from process to
+    process, `event_seconds` from a worker through Redis to the router's index."""
+
+    card: Card
+    prefill: int = 0
+    decode: int = 0
+    unified: int = 0
+    block_size: int = 32
+    max_num_seqs: int = 256
+    max_step_tokens: int = 8192
+    max_context_tokens: int = 131_072
+    max_waiting: int = 256
+    claim_fraction: float = 0.9
+    max_pinned_fraction: float = 0.5
+    router: RouterLimits = field(default_factory=lambda: RouterLimits(message_seconds=MESSAGE_SECONDS))
+    event_seconds: float = EVENT_SECONDS
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "unified"):
+            if getattr(self, name) < 0:
+                raise ConfigError.out_of_range(name, getattr(self, name), "at least 0")
+        if not self.decode and not self.unified:
+            raise ConfigError.out_of_range("decode", self.decode, "at least 1 where no worker is unified")
+
+    @property
+    def roles(self) -> Iterator[tuple[str, Role]]:
+        """(worker id, role) of all, in the order in which they join."""
+        for role, count in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.UNIFIED, self.unified)):
+            for number in range(count):
+                yield f"{role.value}-{number}", role
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode + self.unified
+
+    @property
+    def machine(self) -> Machine:
+        limits = SchedulerLimits(
+            self.max_num_seqs,
+            self.max_step_tokens,
+            self.max_context_tokens,
+            self.max_waiting,
+            self.router.request_seconds,  # a pin is renewed while its puller lives, and here it does
+            max_pinned_fraction=self.max_pinned_fraction,
+            max_peer_pinned_fraction=self.max_pinned_fraction,
+            claim_fraction=self.claim_fraction,
+        )
+        return Machine(limits, self.card.num_blocks, self.block_size, self.card.block_bytes, self.card.cost)
+
+    def info(self, worker_id: str, role: Role) -> WorkerInfo:
+        """As a worker introduces itself: what its steps cost it has yet to learn."""
+        capacity = Capacity(
+            self.card.num_blocks,
+            self.card.block_bytes,
+            self.max_num_seqs,
+            self.max_context_tokens,
+            self.max_step_tokens,
+            VOCAB_SIZE,
+        )
+        same = Compatibility("8b", "virtual", "", "", "bfloat16", "bfloat16", block_size=self.block_size)
+        return WorkerInfo(worker_id, 1, role, worker_id, same, ParallelLayout(), capacity, "8b")
+
+
+class Watcher(Protocol):
+    """Who counts what happens."""
+
+    def step(self, worker_id: str, now: float, work: StepWork, seconds: float) -> None: ...
+
+    def ended(self, served: Served) -> None: ...
+
+
+class Simulation:
+    """Owns the clock, the workers and the router. One run; equal arguments give equal results, in any process.
+
+    `policy` is one of POLICIES, or its maker by seed.
+    """
+
+    def __init__(self, fleet: Fleet, policy: str, watcher: Watcher, *, seed: int = 0, keep_why: bool = False) -> None:
+        if policy not in POLICIES:
+            raise ConfigError.out_of_range("policy", policy, f"one of {', '.join(POLICIES)}")
+        self.time = VirtualTime()
+        self.workers: dict[str, VirtualWorker] = {}
+        hasher = virtual_hasher(fleet.block_size)
+        self.router = VirtualRouter(
+            self.time,
+            self.workers,
+            hasher,
+            POLICIES[policy](seed),
+            fleet.router,
+            watcher.ended,
+            seed=seed,
+            keep_why=keep_why,
+        )
+        machine = fleet.machine
+        for worker_id, role in fleet.roles:
+            self.workers[worker_id] = VirtualWorker(
+                self.time,
+                fleet.info(worker_id, role),
+                machine,
+                hasher,
+                self.workers,
+                self.router,
+                meter=watcher,
+                message_seconds=fleet.router.message_seconds,
+                event_seconds=fleet.event_seconds,
+            )
+        for worker in self.workers.values():
+            self.router.join(worker.info)
+        self._prompts = traces.Prompts(VOCAB_SIZE)
+
+    def run(self, rows: Iterable[TraceRow]) -> None:
+        """Until the last of them is answered. Rows in order of time."""
+        for row in rows:
+            self.time.run(row.seconds)
+            self.time.at(row.seconds, self.router.arrive, row.number, Prompt(self._prompts.of(row)), row.output_tokens)
+        self.time.run()

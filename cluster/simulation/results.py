@@ -1,0 +1,141 @@
+"""What a run was like: latencies, goodput, hits, balance, and each worker over time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cluster.simulation.router import Served
+from headrace.values import Role
+from workers.scheduling.work import StepWork
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What clients were promised. TPOT: mean seconds per token after the first."""
+
+    ttft_seconds: float = 3.0
+    tpot_seconds: float = 0.05
+
+    def met(self, served: Served) -> bool:
+        if served.outcome != "finished":
+            return False
+        tpot = tpot_seconds(served)
+        return ttft_seconds(served) <= self.ttft_seconds and (tpot is None or tpot <= self.tpot_seconds)
+
+
+def ttft_seconds(served: Served) -> float:
+    return served.first_token_at - served.arrived_at if served.first_token_at is not None else float("inf")
+
+
+def tpot_seconds(served: Served) -> float | None:
+    """None: the request had one token, and has no TPOT."""
+    if served.num_generated < 2 or served.ended_at is None or served.first_token_at is None:
+        return None
+    return (served.ended_at - served.first_token_at) / (served.num_generated - 1)
+
+
+@dataclass(slots=True)
+class WorkerTally:
+    """One worker, in slices of time: seconds it computed, prompt tokens it computed, tokens it decoded."""
+
+    busy_seconds: list[float] = field(default_factory=list)
+    prefill_tokens: list[int] = field(default_factory=list)
+    decode_tokens: list[int] = field(default_factory=list)
+
+
+class Tally:
+    """Counts a run: a Watcher. A step counts in the slice of time in which it ends."""
+
+    def __init__(self, roles: Iterable[tuple[str, Role]], slice_seconds: float = 1.0) -> None:
+        self.roles = dict(roles)
+        self.slice_seconds = slice_seconds
+        self.served: list[Served] = []
+        self.workers = {worker_id: WorkerTally() for worker_id in self.roles}
+
+    def step(self, worker_id: str, now: float, work: StepWork, seconds: float) -> None:
+        tally = self.workers[worker_id]
+        number = int(now / self.slice_seconds)
+        busy, prefill, decode = tally.busy_seconds, tally.prefill_tokens, tally.decode_tokens
+        while len(busy) <= number:
+            busy.append(0.0)
+            prefill.append(0)
+            decode.append(0)
+        busy[number] += seconds
+        prefill[number] += work.prefill_tokens
+        decode[number] += work.num_sequences - work.num_prefills
+
+    def ended(self, served: Served) -> None:
+        self.served.append(served)
+
+    def balance(self, role: Role) -> float | None:
+        """The most loaded worker of a role ÷ their mean: seconds of computing, and for those that only decode tokens
+        (they compute all the time, whatever they have). None: there is no such worker, or none had anything to do."""
+        loads = [
+            float(sum(tally.decode_tokens if role is Role.DECODE else tally.busy_seconds))
+            for worker_id, tally in self.workers.items()
+            if self.roles[worker_id] is role
+        ]
+        return max(loads) * len(loads) / sum(loads) if any(loads) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Percentiles of requests that finished; goodput and attainment of all (design: failed and shed ones count).
+
+    `seconds`: from the first arrival to the last one, so that an idle end does not count against a rate. `hit_rate`:
+    prompt tokens that nobody computed ÷ prompt tokens. `predicted_hit_rate`: the same as placement expected it.
+    """
+
+    policy: str
+    num_requests: int
+    outcomes: dict[str, int]
+    seconds: float
+    ttft_seconds: dict[str, float]
+    tpot_seconds: dict[str, float]
+    e2e_seconds: dict[str, float]
+    goodput_per_second: float
+    attainment: float
+    hit_rate: float
+    predicted_hit_rate: float
+    placed_alone: int
+    balance: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(policy: str, tally: Tally, slo: Slo) -> Summary:
+    served = tally.served
+    finished = [one for one in served if one.outcome == "finished"]
+    outcomes: dict[str, int] = {}
+    for one in served:
+        outcomes[one.outcome] = outcomes.get(one.outcome, 0) + 1
+    arrivals = [one.arrived_at for one in served]
+    seconds = max(arrivals) - min(arrivals) if arrivals else 0.0
+    num_good = sum(slo.met(one) for one in served)
+    prompt_tokens = sum(one.input_tokens for one in finished)
+    tpots = [tpot for one in finished if (tpot := tpot_seconds(one)) is not None]
+    balances = ((role.value, tally.balance(role)) for role in Role)
+    return Summary(
+        policy=policy,
+        num_requests=len(served),
+        outcomes=dict(sorted(outcomes.items())),
+        seconds=seconds,
+        ttft_seconds=percentiles([ttft_seconds(one) for one in finished]),
+        tpot_seconds=percentiles(tpots),
+        e2e_seconds=percentiles([one.ended_at - one.arrived_at for one in finished if one.ended_at is not None]),
+        goodput_per_second=num_good / seconds if seconds else 0.0,
+        attainment=num_good / len(served) if served else 0.0,
+        hit_rate=sum(one.cached_tokens for one in finished) / prompt_tokens if prompt_tokens else 0.0,
+        predicted_hit_rate=sum(one.predicted_tokens for one in finished) / prompt_tokens if prompt_tokens else 0.0,
+        placed_alone=sum(one.prefill is None for one in finished),
+        balance={role: balance for role, balance in balances if balance is not None},
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """By nearest rank; empty where there are no values."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[max(-(-len(ordered) * p // 100) - 1, 0)] for p in PERCENTILES} if ordered else {}

@@ -1,0 +1,344 @@
+"""One router under virtual time: what `router.requests` does with the router's deciding modules, without wire.
+
+admit → place → submit → relay → retry; the queue, the ledger, health and the index are production's own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import assert_never
+
+from cluster.simulation.policies import Policy
+from headrace.blocks import BlockHasher
+from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
+from headrace.keys import EventBatch, Snapshot
+from headrace.values import LoadReport, Request, RequestKey, SamplingParams, SequenceOutput, WorkerInfo
+from router.decisions.admission import Admission, Admitted, Queued, Shed
+from router.decisions.caches import Caches, Prediction
+from router.decisions.chain import Chain
+from router.decisions.health import Health
+from router.decisions.index import Followed, Index
+from router.decisions.ledger import Ledger
+from router.decisions.placement import Ask, NoCapacity, Placed, Why
+from router.decisions.retry import (
+    End,
+    PlaceAgain,
+    PrefillAgain,
+    Progress,
+    after_peer_lost,
+    after_rejection,
+    with_last_resort,
+)
+from router.decisions.view import View, Views
+from workers.virtual.engine import Prompt
+from workers.virtual.time import VirtualTime
+from workers.virtual.worker import VirtualWorker
+
+COUNT_EVERY_TOKENS = 64
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """As in headrace.config. `message_seconds`: how long a message takes to a worker."""
+
+    max_queue: int = 1024
+    request_seconds: float = 600.0
+    local_prefill_max_tokens: int = 64
+    message_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A request as its client saw it. Times in seconds; `outcome` is empty while it is under way."""
+
+    number: int
+    input_tokens: int
+    output_tokens: int
+    arrived_at: float
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    num_generated: int = 0
+    decode: str = ""
+    prefill: str | None = None
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    num_attempts: int = 1
+    outcome: str = ""
+    whys: list[Why] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    served: Served
+    prompt: Prompt
+    key: RequestKey
+    excluded: frozenset[str] = frozenset()
+    first_error: HeadraceError | None = None
+    prediction: Prediction | None = None
+    placed: Placed | None = None
+    waits_for_prefill: bool = False
+
+
+@dataclass(slots=True)
+class _Session:
+    """What was heard of a worker: see router.decisions.view.Live."""
+
+    info: WorkerInfo
+    report: LoadReport | None = None
+    lost: str | None = None
+
+
+class VirtualRouter:
+    """Owns what a router owns. `ended` hears of every request once."""
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        workers: Mapping[str, VirtualWorker],
+        hasher: BlockHasher,
+        policy: Policy,
+        limits: RouterLimits,
+        ended: Callable[[Served], None],
+        *,
+        seed: int = 0,
+        keep_why: bool = False,
+    ) -> None:
+        self.index = Index()
+        self._caches = Caches(self.index)
+        self._time = time
+        self._workers = workers
+        self._hasher = hasher
+        self._policy = policy
+        self._limits = limits
+        self._ended = ended
+        self._keep_why = keep_why
+        self._random = Random(seed)
+        self._admission = Admission(limits.max_queue)
+        self._ledger = Ledger()
+        self._health = Health()
+        self._flights: dict[str, _Flight] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._views = Views(self._ledger, self._health)
+
+    def join(self, info: WorkerInfo) -> None:
+        """A worker's session begins, and its part of the index is read: empty, for it has just started."""
+        session = self._sessions[info.worker_id] = _Session(info)
+        self._views.heard(info.worker_id, session)
+        self._views.view()  # the first of a worker fixes its place: a set of names has no order that lasts
+        for _ in self.index.bootstrap(info.worker_id, Snapshot(info.generation, 0, ())):
+            pass
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    # -- the life of a request
+
+    def arrive(self, number: int, prompt: Prompt, output_tokens: int) -> None:
+        """A client asks. How long the answer will be nobody knows but the model."""
+        name = f"r{number}"
+        served = Served(number, len(prompt), output_tokens, self._time.now)
+        self._flights[name] = _Flight(served, prompt, RequestKey(name))
+        match self._admission.offer(name, num_sequences=1, priority=0, view=self._view(), now=self._time.now):
+            case Admitted():
+                self._dispatch(name)
+            case Queued():
+                pass
+            case Shed(reason=reason):
+                self._close(name, f"shed: {reason}")
+                return
+            case decision:
+                assert_never(decision)
+        self._time.after(self._limits.request_seconds, self._expire, name, served)
+
+    def _expire(self, name: str, served: Served) -> None:
+        flight = self._flights.get(name)
+        if flight is None or flight.served is not served:
+            return
+        waited = self._admission.leave(name)
+        if not waited:
+            self._say(self._workers[served.decode].cancel, name)
+        self._close(name, DeadlineExceeded.__name__)
+
+    def _dispatch(self, name: str) -> None:
+        flight = self._flights[name]
+        flight.served.admitted_at = self._time.now
+        try:
+            self._submit(flight)
+        finally:
+            self._admission.begun(1)
+
+    def _submit(self, flight: _Flight) -> None:
+        placed = self._place(flight, None)
+        if placed is None:
+            first = flight.first_error
+            self._close(flight.key.request_id, first.type if first is not None else NoWorkers.__name__)
+            return
+        self._note_placed(flight, placed)
+        request = Request(
+            flight.key,
+            flight.prompt,
+            SamplingParams(_max_tokens(flight.served.output_tokens), seed=flight.served.output_tokens),
+            seconds_left=self._limits.request_seconds - (self._time.now - flight.served.arrived_at),
+            local_prefill_max_tokens=self._limits.local_prefill_max_tokens,
+            prefill=placed.prefill.target if placed.prefill is not None else None,
+        )
+        self._say(self._workers[placed.decode.worker_id].submit, request)
+
+    def _place(self, flight: _Flight, decode: str | None) -> Placed | None:
+        view, now, prompt = self._views.view(), self._time.now, flight.prompt
+        chains = {hash_class: Chain(self._hasher.chain(prompt)) for hash_class in {w.hash_class for w in view.workers}}
+        flight.prediction = self._caches.predict_from(chains, view, now)
+        ask = Ask(
+            num_prompt_tokens=len(prompt),
+            max_tokens=_max_tokens(flight.served.output_tokens),
+            cached_tokens=flight.prediction.cached_tokens,
+            local_prefill_max_tokens=self._limits.local_prefill_max_tokens,
+            decode=decode,
+            excluded=flight.excluded,
+            tie=self._random.random(),
+        )
+        placement = self._policy.place(ask, view, now, prompt.chain or ())
+        if self._keep_why:
+            flight.served.whys.append(placement.why)
+        match placement:
+            case Placed():
+                return placement
+            case NoCapacity():
+                return None
+
+    def _note_placed(self, flight: _Flight, placed: Placed) -> None:
+        served = flight.served
+        served.decode = placed.decode.worker_id
+        served.prefill = placed.prefill.worker_id if placed.prefill is not None else None
+        served.predicted_tokens = placed.cached_tokens
+        flight.placed, flight.waits_for_prefill = placed, True
+        if flight.prediction is not None:
+            self._caches.placed(flight.key.request_id, flight.prediction, placed, self._time.now)
+        self._ledger.open(
+            flight.key.request_id,
+            decode=served.decode,
+            prefill=served.prefill,
+            num_prompt_tokens=served.input_tokens,
+            prefill_tokens=placed.prefill_tokens,
+            n=1,
+        )
+
+    def _close(self, name: str, outcome: str) -> None:
+        """The one way out."""
+        flight = self._flights.pop(name)
+        served = flight.served
+        served.outcome, served.ended_at = outcome, self._time.now
+        self._ledger.close(name)
+        if flight.waits_for_prefill:
+            self._caches.ended(name)
+        self._ended(served)
+        self._call_next()
+
+    def _call_next(self) -> None:
+        if len(self._admission):
+            for name in self._admission.admit(self._view(), self._time.now):
+                self._dispatch(name)
+
+    def _view(self) -> View:
+        return self._views.view()
+
+    def _say(self, hear: Callable[..., None], *what: object) -> None:
+        self._time.after(self._limits.message_seconds, hear, *what)
+
+    # -- what workers say
+
+    def outputs(self, worker_id: str, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            num_generated = output.num_generated
+            if num_generated == 1 or num_generated % COUNT_EVERY_TOKENS == 0 or output.finish is not None:
+                self._relay(output)
+
+    def _relay(self, output: SequenceOutput) -> None:
+        name = output.key.request_id
+        flight = self._flights.get(name)
+        if flight is None:
+            return
+        served = flight.served
+        served.num_generated = output.num_generated
+        if output.num_generated == 1:
+            served.first_token_at = self._time.now
+            flight.waits_for_prefill = False
+            self._ledger.first_token(name)
+            self._caches.computed(name, self._time.now)
+            if output.usage is not None:
+                served.cached_tokens = output.usage.cached_tokens
+        if output.num_generated % COUNT_EVERY_TOKENS == 0:
+            self._ledger.grew(name, COUNT_EVERY_TOKENS)
+        if output.finish is not None:
+            self._health.succeeded(served.decode)
+            self._health.succeeded(served.prefill or served.decode)
+            self._note_truth(flight, output)
+            self._close(name, "finished")
+
+    def _note_truth(self, flight: _Flight, last: SequenceOutput) -> None:
+        """What the index said of the worker that prefilled, against what it found."""
+        placed, prediction = flight.placed, flight.prediction
+        if placed is None or prediction is None:
+            return
+        handed_off = last.timeline is not None and last.timeline.prefill_worker != ""
+        source = placed.prefill if placed.prefill is not None and handed_off else placed.decode
+        self._caches.found(source, prediction, flight.served.cached_tokens, self._time.now)
+
+    def rejected(self, worker_id: str, key: RequestKey, error: HeadraceError) -> None:
+        flight = self._flights.get(key.request_id)
+        if flight is None:
+            return
+        self._failed(flight, worker_id, error)
+        match after_rejection(self._progress(flight), error):
+            case End():
+                self._close(key.request_id, error.type)
+            case PlaceAgain(key=new, excluded=excluded):
+                self._rename(flight, new, excluded)
+                self._submit(flight)
+
+    def peer_lost(self, worker_id: str, key: RequestKey, prefill: str, error: HeadraceError) -> None:
+        flight = self._flights.get(key.request_id)
+        if flight is None:
+            return
+        self._failed(flight, prefill, error)
+        match after_peer_lost(self._progress(flight), prefill, error):
+            case End():
+                self._say(self._workers[worker_id].cancel, key.request_id)
+                self._close(key.request_id, error.type)
+            case PrefillAgain(key=new, excluded=excluded):
+                self._rename(flight, new, excluded)
+                placed = self._place(flight, worker_id)
+                if placed is not None:
+                    placed = with_last_resort(placed, new.attempt)
+                    self._note_placed(flight, placed)
+                target = placed.prefill.worker_id if placed is not None and placed.prefill is not None else None
+                self._say(self._workers[worker_id].place, key, new, target)
+
+    def _rename(self, flight: _Flight, key: RequestKey, excluded: frozenset[str]) -> None:
+        flight.key, flight.excluded = key, excluded
+        flight.served.num_attempts = key.attempt
+
+    def _progress(self, flight: _Flight) -> Progress:
+        return Progress(flight.key, flight.served.decode, flight.served.num_generated, flight.excluded)
+
+    def _failed(self, flight: _Flight, worker_id: str, error: HeadraceError) -> None:
+        flight.first_error = flight.first_error or error
+        self._health.failed(worker_id, error, self._time.now)
+
+    def reported(self, worker_id: str, report: LoadReport) -> None:
+        session = self._sessions[worker_id]
+        session.report = report
+        self._views.heard(worker_id, session)
+        self._call_next()
+
+    def changed(self, worker_id: str, batch: EventBatch) -> None:
+        outcome = self.index.apply(worker_id, batch)
+        assert isinstance(outcome, Followed), f"{worker_id} is not followed: {outcome}"
+
+
+def _max_tokens(output_tokens: int) -> int:
+    """What a client asks for at most: the default, unless the model is known to say more."""
+    return max(output_tokens, MAX_TOKENS)

@@ -1,0 +1,42 @@
+"""Cost models of cards: what was measured is told apart again, and the files say what the benchmarks say."""
+
+import pytest
+
+from cluster.simulation import cards
+from cluster.simulation.cards import measure
+from headrace.costmodel import CostModel
+from headrace.errors import ConfigError
+
+TRUTH = CostModel(1e-3, 2e-5, 1e-9, 6e-3, 2e-5, 4e-8, 1e-5, 3e11)
+
+
+def test_the_fit_finds_the_model_that_made_the_figures() -> None:
+    rows = {
+        f"decode_b{batch}": batch / TRUTH.decode_step_seconds(batch, batch * cards.DECODE_CONTEXT_TOKENS)
+        for batch in cards.DECODE_BATCHES
+    }
+    base = TRUTH.prefill_base_seconds / cards.PREFILL_STEP_TOKENS
+    for length in (1024, 4096):
+        token = TRUTH.prefill_token_seconds + TRUTH.prefill_token_context_seconds * length / 2
+        rows[f"prefill_{length}"] = 1 / (base + token)
+    rows["ttft_1024"] = TRUTH.prefill_seconds(1024) * 1e3
+    found = cards.fit(rows, attention_bytes_per_second=cards.KV_BYTES_PER_TOKEN / 4e-8, transfer=(1e-5, 3e11))
+    for name in CostModel.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=1e-9), name
+
+
+def test_the_h100_is_as_its_benchmarks_say() -> None:
+    """Measured anew? python -m cluster.simulation.cards.measure"""
+    found, measured = cards.load("h100"), measure.h100()
+    assert found.source == measured.source
+    for name in CostModel.__dataclass_fields__:
+        assert getattr(found.cost, name) == pytest.approx(getattr(measured.cost, name), rel=1e-9), name
+
+
+def test_a_card_that_was_not_measured_says_so() -> None:
+    assert "by hand" in cards.load("h200").source
+
+
+def test_an_unknown_card_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no card 'b200': there are h100, h200"):
+        cards.load("b200")

@@ -1,0 +1,213 @@
+"""Whole runs: exact where a hand can compute them, equal for equal seeds, and nothing lost on the way."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cluster.simulation import generators
+from cluster.simulation.cards import Card
+from cluster.simulation.fleet import Fleet, Simulation
+from cluster.simulation.policies import POLICIES
+from cluster.simulation.results import Slo, Tally, summarise
+from cluster.simulation.router import RouterLimits
+from headrace.costmodel import CostModel
+from headrace.errors import ConfigError
+from headrace.traces import TraceRow
+from headrace.values import Role
+
+COST = CostModel(
+    prefill_base_seconds=0.25,
+    prefill_token_seconds=0.001,
+    prefill_token_context_seconds=1e-6,
+    decode_base_seconds=0.125,
+    decode_sequence_seconds=0.01,
+    decode_context_token_seconds=1e-5,
+    transfer_base_seconds=0.0625,
+    transfer_bytes_per_second=1e6,
+)
+CARD = Card("test", "made up", COST, num_blocks=256, block_bytes=1000)
+MESSAGE = 0.03125
+
+
+def fleet(**changes: object) -> Fleet:
+    return replace(
+        Fleet(
+            CARD,
+            prefill=2,
+            decode=2,
+            block_size=16,
+            max_num_seqs=8,
+            max_step_tokens=128,
+            max_context_tokens=2048,
+            router=RouterLimits(local_prefill_max_tokens=16, message_seconds=MESSAGE),
+        ),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def run(fleet: Fleet, rows: list[TraceRow], policy: str = "ours", seed: int = 0) -> tuple[Simulation, Tally]:
+    tally = Tally(fleet.roles)
+    simulation = Simulation(fleet, policy, tally, seed=seed)
+    simulation.run(rows)
+    return simulation, tally
+
+
+def traffic(num_requests: int = 80, per_second: float = 4.0) -> list[TraceRow]:
+    """Prompts of 1 to 8 blocks under 3 shared first blocks of 512 tokens, of up to 20 tokens of output."""
+    return [TraceRow(n, n / per_second, 520 + n * 37 % 128, 1 + n * 7 % 20, (n % 3,)) for n in range(num_requests)]
+
+
+def test_one_request_on_one_pair_takes_the_sum_of_its_terms() -> None:
+    """Submit, ticket, announcement and answer are a message each; 100 tokens in one step, 7 blocks in one read, and 4
+    steps for the tokens after the first."""
+    _, tally = run(fleet(prefill=1, decode=1), [TraceRow(0, 1.0, 100, 5)])
+    (served,) = tally.served
+    prefill = 0.25 + 100 * 0.001 + 1e-6 * 100 * 50
+    transfer = 0.0625 + 7 * 1000 / 1e6
+    assert served.first_token_at == pytest.approx(1.0 + 4 * MESSAGE + prefill + transfer, abs=1e-9)
+    steps = sum(0.125 + 0.01 + 1e-5 * context for context in (101, 102, 103, 104))
+    assert served.ended_at == pytest.approx(served.first_token_at + steps, abs=1e-9)
+    assert (served.outcome, served.num_generated) == ("finished", 5)
+
+
+def test_chunks_are_read_while_the_next_one_computes() -> None:
+    """256 tokens in two steps: the first one's blocks have come long before the second ends."""
+    _, tally = run(fleet(prefill=1, decode=1), [TraceRow(0, 0.0, 256, 2)])
+    (served,) = tally.served
+    first = 0.25 + 128 * 0.001 + 1e-6 * 128 * 64
+    second = 0.25 + 128 * 0.001 + 1e-6 * 128 * (128 + 64)
+    last_read = 0.0625 + 8 * 1000 / 1e6
+    assert served.first_token_at == pytest.approx(4 * MESSAGE + first + second + last_read, abs=1e-9)
+
+
+def test_a_short_prompt_is_prefilled_where_it_decodes() -> None:
+    _, tally = run(fleet(prefill=1, decode=1), [TraceRow(0, 0.0, 16, 2)])
+    (served,) = tally.served
+    prefill = 0.25 + 16 * 0.001 + 1e-6 * 16 * 8
+    assert served.first_token_at == pytest.approx(2 * MESSAGE + prefill, abs=1e-9)
+
+
+def test_a_prompt_that_came_before_is_found_by_the_index() -> None:
+    """The second asks for the same 512 tokens long after the first's blocks were published."""
+    rows = [TraceRow(0, 0.0, 600, 2, (7,)), TraceRow(1, 5.0, 600, 2, (7,))]
+    _, tally = run(fleet(), rows)
+    first, second = tally.served
+    assert (first.cached_tokens, first.predicted_tokens) == (0, 0)
+    assert (second.cached_tokens, second.predicted_tokens) == (512, 512)
+    assert second.prefill == first.prefill
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_ends_once_and_every_block_comes_back(policy: str) -> None:
+    rows = traffic()
+    simulation, tally = run(fleet(), rows, policy)
+    assert sorted(served.number for served in tally.served) == [row.number for row in rows]
+    assert {served.outcome for served in tally.served} == {"finished"}
+    assert all(served.num_generated == rows[served.number].output_tokens for served in tally.served)
+    assert simulation.router.num_in_flight == 0
+    for worker in simulation.workers.values():
+        counts = worker.scheduler.counts()
+        assert counts.free + counts.cached == counts.total
+        assert worker.scheduler.load().num_running == worker.scheduler.load().num_waiting == 0
+        worker.engine.ledger.audit()
+        assert simulation.router.index.num_blocks(worker.worker_id) == counts.cached
+
+
+def test_overload_is_shed_and_what_is_accepted_is_answered() -> None:
+    """A pool of few rows and blocks, a short queue: requests are refused, preempted and placed again, none is lost."""
+    small = fleet(
+        card=replace(CARD, num_blocks=60),
+        max_num_seqs=4,
+        max_waiting=10,
+        prefill=1,
+        router=RouterLimits(max_queue=4, local_prefill_max_tokens=16, message_seconds=MESSAGE),
+    )
+    rows = [TraceRow(n, n / 50, 40 + n * 37 % 400, 1 + n * 7 % 60) for n in range(120)]
+    simulation, tally = run(small, rows)
+    assert len(tally.served) == len({served.number for served in tally.served}) == 120
+    outcomes = {served.outcome for served in tally.served}
+    assert outcomes == {"finished", "shed: queue_full"}
+    assert any(served.num_attempts > 1 for served in tally.served), "no ticket was ever refused"
+    for worker in simulation.workers.values():
+        counts = worker.scheduler.counts()
+        assert counts.free + counts.cached == counts.total
+        worker.engine.ledger.audit()
+
+
+def test_who_waits_longer_than_a_request_may_is_told_so_and_holds_nothing() -> None:
+    small = fleet(router=RouterLimits(request_seconds=2.0, local_prefill_max_tokens=16, message_seconds=MESSAGE))
+    simulation, tally = run(small, [TraceRow(n, 0.0, 500, 15) for n in range(40)])
+    assert len(tally.served) == 40
+    assert {"finished", "DeadlineExceeded"} >= {served.outcome for served in tally.served}
+    late = [served for served in tally.served if served.outcome == "DeadlineExceeded"]
+    assert late
+    assert all(served.ended_at == 2.0 for served in late)
+    for worker in simulation.workers.values():
+        counts = worker.scheduler.counts()
+        assert counts.free + counts.cached == counts.total
+
+
+def test_unified_workers_serve_without_a_hand_off() -> None:
+    simulation, tally = run(fleet(prefill=0, decode=0, unified=3), traffic())
+    assert {served.prefill for served in tally.served} == {None}
+    assert {served.decode for served in tally.served} == {"unified-0", "unified-1", "unified-2"}
+    assert all(port.busy_until == 0.0 for worker in simulation.workers.values() for port in (worker.incoming,))
+
+
+def test_equal_seeds_give_equal_runs_and_other_seeds_others() -> None:
+    def times(seed: int) -> list[float | None]:
+        return [served.ended_at for served in run(fleet(), traffic(), seed=seed)[1].served]
+
+    assert times(1) == times(1)
+    assert times(1) != times(2)
+
+
+def test_a_run_is_the_same_in_any_process() -> None:
+    """Names hash differently in every process: nothing may follow the order of a set."""
+    program = (
+        "from tests.unit.cluster.simulation.test_fleet import fleet, run, traffic\n"
+        "print([(s.number, s.decode, s.prefill, s.ended_at) for s in run(fleet(prefill=4, decode=4), traffic())[1].served])"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+    assert len(found.pop()) > 1000
+
+
+def test_a_summary_counts_what_clients_saw() -> None:
+    _, tally = run(fleet(), traffic())
+    summary = summarise("ours", tally, Slo(ttft_seconds=1e9, tpot_seconds=1e9))
+    assert (summary.num_requests, summary.attainment) == (80, 1.0)
+    assert summary.goodput_per_second == pytest.approx(80 / summary.seconds)
+    assert summary.ttft_seconds["p50"] <= summary.ttft_seconds["p90"] <= summary.ttft_seconds["p99"]
+    assert set(summary.balance) == {"prefill", "decode"}
+    assert summarise("ours", tally, Slo(ttft_seconds=1e-9)).attainment == 0.0
+    computed = sum(sum(worker.prefill_tokens) for worker in tally.workers.values())
+    assert computed == sum(served.input_tokens - served.cached_tokens for served in tally.served)
+
+
+def test_a_fleet_that_cannot_serve_is_refused() -> None:
+    with pytest.raises(ConfigError, match="decode: must be at least 1 where no worker is unified"):
+        fleet(decode=0)
+    with pytest.raises(ConfigError, match="policy: must be one of random, round-robin"):
+        Simulation(fleet(), "best", Tally(()))
+    assert [role for _, role in fleet(unified=1).roles].count(Role.UNIFIED) == 1
+
+
+def test_generated_traffic_runs_too() -> None:
+    rows = [
+        replace(row, input_tokens=min(row.input_tokens, 900), prefix_ids=row.prefix_ids[:1])
+        for row in generators.generate("hot-prefix", 40, 4.0)
+    ]
+    _, tally = run(fleet(), rows)
+    assert len(tally.served) == 40

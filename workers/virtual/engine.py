@@ -1,0 +1,108 @@
+"""One engine under virtual time: the production scheduler and ledger; steps take what the cost model says."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.blocks import ROOT, BlockHasher, BlockId
+from headrace.costmodel import CostModel
+from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.scheduler import Scheduler, SchedulerLimits, StepEvents
+from workers.scheduling.work import StepFit, StepWork
+from workers.virtual.time import VirtualTime
+
+TOKEN, EOS = 7, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a virtual worker runs on. `cost` is the truth about it, which production learns and never is told."""
+
+    scheduler: SchedulerLimits
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    cost: CostModel
+
+
+class Prompt(tuple[int, ...]):
+    """Token ids that remember their block ids: all who hash a prompt compute the same."""
+
+    chain: list[BlockId] | None = None
+
+
+class RememberingHasher(BlockHasher):
+    """The ids that a BlockHasher gives, computed once a Prompt. Of one cache domain: a Prompt is hashed by no other."""
+
+    def chain(self, token_ids, parent=ROOT):  # type: ignore[no-untyped-def]
+        if parent != ROOT or not isinstance(token_ids, Prompt):
+            return super().chain(token_ids, parent)
+        if token_ids.chain is None:
+            token_ids.chain = list(super().chain(token_ids))
+        return iter(token_ids.chain)
+
+
+def virtual_hasher(block_size: int) -> RememberingHasher:
+    """What all virtual workers, and those who place on them, hash with."""
+    return RememberingHasher(revision="virtual", kv_format="virtual", block_size=block_size)
+
+
+class VirtualEngine:
+    """At most two plans in flight, one computing: one step ahead, as the real engine. Owns its scheduler.
+
+    A sample draws EOS as its `sampling.seed`th token, so that its end is no more known ahead than a real one's.
+    `on_step` hears of every step with the seconds it took, before what came of it is passed to `on_landed`.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        machine: Machine,
+        hasher: BlockHasher,
+        on_landed: Callable[[StepEvents], None],
+        on_step: Callable[[StepWork, float], None] | None = None,
+    ) -> None:
+        self.ledger = BlockLedger(machine.num_blocks, machine.block_size)
+        self.scheduler = Scheduler(machine.scheduler, self.ledger, lambda adapter, salt: hasher, eos_token_ids=(EOS,))
+        self.fit = StepFit()
+        self.num_steps = 0
+        self._time = time
+        self._cost = machine.cost
+        self._on_landed = on_landed
+        self._on_step = on_step
+        self._flights: deque[tuple[StepPlan, StepWork, float]] = deque()
+        self._busy_until = 0.0
+        self._last_positions: dict[int, int] = {}
+
+    def go_on(self) -> None:
+        """Plans as far ahead as may be."""
+        while len(self._flights) < 2:
+            plan = self.scheduler.schedule(self._time.now)
+            if plan is None:
+                return
+            work = StepWork.of(plan)
+            seconds = work.seconds(self._cost)
+            self._busy_until = max(self._time.now, self._busy_until) + seconds
+            self._flights.append((plan, work, seconds))
+            self._time.at(self._busy_until, self._land)
+
+    def _land(self) -> None:
+        plan, work, seconds = self._flights.popleft()
+        events = self.scheduler.apply(self._result(plan), self._time.now)
+        self.num_steps += 1
+        self.fit.add(work, seconds)
+        if self._on_step is not None:
+            self._on_step(work, seconds)
+        self._on_landed(events)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        last = self._last_positions
+        for start in plan.starts:
+            last[start.row] = len(start.prompt_ids) + start.sampling.seed - 1
+        num_decodes = plan.num_decodes
+        drawn = [TOKEN if work.start + 1 < last[work.row] else EOS for work in plan.work[:num_decodes]]
+        for work in plan.work[num_decodes:]:
+            is_last = work.start + work.num_tokens >= last[work.row]
+            drawn += (EOS if is_last else TOKEN,) * work.num_samples
+        return StepResult(plan.number, tuple(drawn))

@@ -1,0 +1,342 @@
+"""A worker under virtual time: what intake, puller, tickets, reports and the publisher do around an engine.
+
+The rules are those of `workers.intake`, `workers.handoff`, `workers.streams` and `workers.publish`, without wire and
+processes: a message takes `message_seconds` to whoever it is for. What waits in production for a condition is asked
+again here whenever that may have changed. Nothing is lost, so what production does about silence (pings, renewed pins,
+reports that repeat the last) is left out: it changes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from headrace.blocks import BlockHasher
+from headrace.errors import HeadraceError
+from headrace.keys import EventBatch
+from headrace.values import LoadReport, Request, RequestKey, Role, SequenceOutput, WorkerInfo
+from workers.publish import BATCH_SECONDS, Log
+from workers.scheduling.blocks import Holding
+from workers.scheduling.scheduler import ChunkDone, StepEvents
+from workers.scheduling.work import StepWork
+from workers.virtual.engine import Machine, VirtualEngine
+from workers.virtual.link import Link, Port
+from workers.virtual.time import VirtualTime
+
+MIN_REPORT_SECONDS = 0.05
+TRANSFER_SECONDS = 10.0
+
+
+class Router(Protocol):
+    """Who hears of a worker. Every call comes `message_seconds` after it was made."""
+
+    def outputs(self, worker_id: str, outputs: list[SequenceOutput]) -> None: ...
+
+    def rejected(self, worker_id: str, key: RequestKey, error: HeadraceError) -> None: ...
+
+    def peer_lost(self, worker_id: str, key: RequestKey, prefill: str, error: HeadraceError) -> None: ...
+
+    def reported(self, worker_id: str, report: LoadReport) -> None: ...
+
+    def changed(self, worker_id: str, batch: EventBatch) -> None: ...
+
+
+class Meter(Protocol):
+    """Who counts a worker's steps: `now` is when one ended."""
+
+    def step(self, worker_id: str, now: float, work: StepWork, seconds: float) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _HandOff:
+    """A request that is computed elsewhere. `todo` blocks are to be read, or are being read; None: none."""
+
+    request: Request
+    key: RequestKey
+    source: "VirtualWorker"
+    announced: list[ChunkDone] = field(default_factory=list)
+    todo: int | None = None
+    last: ChunkDone | None = None
+    over: bool = False
+
+
+class VirtualWorker:
+    """Owns an engine, its hand-offs and its tickets. `peers` are all workers, by id.
+
+    `event_seconds`: how long a batch of index events takes to the router, beside what it waits to be one.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        info: WorkerInfo,
+        machine: Machine,
+        hasher: BlockHasher,
+        peers: Mapping[str, "VirtualWorker"],
+        router: Router,
+        *,
+        meter: Meter | None = None,
+        message_seconds: float = 0.0,
+        event_seconds: float = 0.0,
+    ) -> None:
+        self.info = info
+        self.role: Role = info.role
+        self.engine = VirtualEngine(
+            time,
+            machine,
+            hasher,
+            self._landed,
+            (lambda *step: meter.step(info.worker_id, time.now, *step)) if meter is not None else None,
+        )
+        self.scheduler = self.engine.scheduler
+        self.incoming, self.outgoing = Port(), Port()
+        self._time = time
+        self._machine = machine
+        self._peers = peers
+        self._router = router
+        self._message_seconds = message_seconds
+        self._event_seconds = event_seconds
+        self._live: dict[str, RequestKey] = {}
+        self._handoffs: dict[RequestKey, _HandOff] = {}
+        self._claimants: dict[RequestKey, _HandOff] = {}
+        self._starved: dict[_HandOff, None] = {}
+        self._tickets: dict[RequestKey, VirtualWorker] = {}
+        self._links: dict[str, Link] = {}
+        self._log = Log(info.generation)
+        self._flush_due = False
+        self._report_due = False
+        self._report_at = 0.0
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    # -- what a router asks
+
+    def submit(self, request: Request) -> None:
+        key, target = request.key, request.prefill
+        try:
+            if target is None or target.worker_id == self.worker_id:
+                self.scheduler.submit(request, self._time.now)
+            else:
+                expected = self.scheduler.expect(request, self._time.now)
+                if expected.remaining <= request.local_prefill_max_tokens:
+                    self.scheduler.incoming.fall_back(key, key, self._time.now)
+                else:
+                    self._hand_off(request, key, target.worker_id)
+        except HeadraceError as error:
+            self._say(self._router.rejected, self.worker_id, key, error)
+            return
+        self._live[key.request_id] = key
+        self._go_on()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends the request without another word. Idempotent."""
+        key = self._live.pop(request_id, None)
+        if key is None:
+            return
+        self._drop(key)
+        self.scheduler.cancel(key, self._time.now)
+        self._go_on()
+
+    def place(self, old: RequestKey, new: RequestKey, prefill: str | None) -> None:
+        """The router's answer to a lost peer: the request's new name, and who prefills it."""
+        handoff = self._handoffs.get(old)
+        if handoff is None:
+            return
+        self._live[old.request_id] = new
+        self._drop(old)
+        request = replace(handoff.request, key=new)
+        alone = prefill is None
+        if prefill is not None:
+            outlook = self.scheduler.incoming.restart(old, new, self._time.now)
+            alone, old = outlook.remaining <= request.local_prefill_max_tokens, new
+        if alone:
+            self.scheduler.incoming.fall_back(old, new, self._time.now)
+        elif prefill is not None:
+            self._hand_off(request, new, prefill)
+        self._go_on()
+
+    # -- the decode side of a hand-off
+
+    def _hand_off(self, request: Request, key: RequestKey, prefill: str) -> None:
+        self._handoffs[key] = self._claimants[key] = _HandOff(request, key, self._peers[prefill])
+
+    def _grant(self) -> None:
+        incoming = self.scheduler.incoming
+        for key, handoff in list(self._claimants.items()):
+            if incoming.may_claim(key):
+                del self._claimants[key]
+                held_blocks = incoming.claim(key).held_blocks
+                self._say(handoff.source.ticket, self, replace(handoff.request, key=key), held_blocks)
+
+    def announced(self, chunk: ChunkDone) -> None:
+        handoff = self._handoffs.get(chunk.key)
+        if handoff is not None:
+            handoff.announced.append(chunk)
+            self._continue(handoff)
+            self._go_on()
+
+    def aborted(self, key: RequestKey, error: HeadraceError) -> None:
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            self._say(self._router.peer_lost, self.worker_id, key, handoff.source.worker_id, error)
+
+    def _continue(self, handoff: _HandOff) -> None:
+        """Takes what was announced since the last read began."""
+        if handoff.todo is not None or not handoff.announced:
+            return
+        chunks, handoff.announced = handoff.announced, []
+        now, key, last = self._time.now, handoff.key, chunks[-1]
+        if last.last:
+            self.scheduler.incoming.note_transfer(
+                key,
+                handoff.source.worker_id,
+                queue_seconds=last.queue_seconds,
+                prefill_seconds=last.prefill_seconds,
+            )
+            outputs = self.scheduler.incoming.finish_early(key, last.first_tokens, last.cached_tokens, now)
+            if outputs is not None:
+                self._end(handoff, outputs)
+                return
+            handoff.last = last
+        handoff.todo = sum(len(chunk.blocks) for chunk in chunks)
+        self._read(handoff)
+
+    def _read(self, handoff: _HandOff) -> None:
+        """Reads the blocks to be read, if there is room for them; else it is asked again."""
+        assert handoff.todo is not None
+        targets = self.scheduler.incoming.allocate(handoff.key, handoff.todo) if handoff.todo else ()
+        if targets is None:
+            if handoff not in self._starved:
+                self._starved[handoff] = None
+                self._time.after(TRANSFER_SECONDS, self._no_room, handoff)
+            return
+        self._starved.pop(handoff, None)
+        if not targets:
+            self._end_read(handoff)
+            return
+        link = self._links.get(handoff.source.worker_id)
+        if link is None:
+            link = Link(self._time, self._machine.cost, handoff.source.outgoing, self.incoming)
+            self._links[handoff.source.worker_id] = link
+        num_bytes = len(targets) * self._machine.block_bytes
+        pulls: list[Holding] = []
+
+        def begin() -> bool:
+            if not handoff.over:
+                pulls.append(self.scheduler.incoming.begin_pull(targets))
+            return not handoff.over
+
+        def end(seconds: float) -> None:
+            self.scheduler.incoming.end_pull(pulls.pop())
+            self.engine.fit.add_transfer(num_bytes, seconds)
+            if not handoff.over:
+                incoming = self.scheduler.incoming
+                incoming.landed(handoff.key, len(targets))
+                incoming.note_transfer(handoff.key, handoff.source.worker_id, blocks=len(targets), num_bytes=num_bytes)
+                self._end_read(handoff)
+            self._go_on()
+
+        link.read(num_bytes, begin, end)
+
+    def _end_read(self, handoff: _HandOff) -> None:
+        handoff.todo = None
+        last = handoff.last
+        if last is None:
+            self._continue(handoff)
+            return
+        now = self._time.now
+        self._end(handoff, self.scheduler.incoming.arrive(handoff.key, last.first_tokens, last.cached_tokens, now))
+
+    def _no_room(self, handoff: _HandOff) -> None:
+        """No blocks for what was announced within the time for it: no fault of the peer's. It is computed here."""
+        if handoff in self._starved:
+            self._drop(handoff.key)
+            self.scheduler.incoming.fall_back(handoff.key, handoff.key, self._time.now)
+            self._go_on()
+
+    def _end(self, handoff: _HandOff, outputs: list[SequenceOutput]) -> None:
+        self._drop(handoff.key)
+        self._tell(outputs)
+
+    def _drop(self, key: RequestKey) -> None:
+        """The hand-off is over, whichever way; its source hears of it, unless it never heard of the request."""
+        handoff = self._handoffs.pop(key, None)
+        if handoff is None:
+            return
+        handoff.over = True
+        self._starved.pop(handoff, None)
+        if self._claimants.pop(key, None) is None:
+            self._say(handoff.source.release, key)
+
+    # -- the prefill side of a hand-off
+
+    def ticket(self, puller: "VirtualWorker", request: Request, held_blocks: int) -> None:
+        try:
+            self.scheduler.ticket(request, held_blocks, self._time.now, puller.worker_id)
+        except HeadraceError as error:
+            self._say(puller.aborted, request.key, error)
+            return
+        self._tickets[request.key] = puller
+        self._go_on()
+
+    def release(self, key: RequestKey) -> None:
+        if self._tickets.pop(key, None) is not None:
+            self.scheduler.release(key, self._time.now)
+            self._go_on()
+
+    # -- what the engine says
+
+    def _landed(self, events: StepEvents) -> None:
+        for chunk in events.chunks:
+            puller = self._tickets.get(chunk.key)
+            if puller is not None:
+                self._say(puller.announced, chunk)
+        if events.outputs:
+            self._tell(events.outputs)
+        self._go_on()
+
+    def _tell(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._live.pop(output.key.request_id, None)
+        self._say(self._router.outputs, self.worker_id, outputs)
+
+    def _say(self, hear: object, *what: object) -> None:
+        self._time.after(self._message_seconds, hear, *what)  # type: ignore[arg-type]
+
+    def _go_on(self) -> None:
+        """Something changed: what waits for that is asked again, and the engine goes on."""
+        if self._claimants:
+            self._grant()
+        for handoff in tuple(self._starved):
+            self._read(handoff)
+        self.engine.go_on()
+        if not self._report_due:
+            self._report_due = True
+            self._time.at(max(self._report_at, self._time.now), self._report)
+        if not self._flush_due:
+            self._flush_due = True
+            self._time.after(0.0, self._flush)
+
+    # -- what others hear without asking
+
+    def _report(self) -> None:
+        """On change, but not faster than every MIN_REPORT_SECONDS."""
+        self._report_due = False
+        self._report_at = self._time.now + MIN_REPORT_SECONDS
+        self._say(self._router.reported, self.worker_id, self.report())
+
+    def report(self) -> LoadReport:
+        """With one router all that is here is its own."""
+        counts, load = self.scheduler.counts(), self.scheduler.load()
+        return LoadReport(load, load, self.engine.fit.model, self.role, counts.free + counts.cached)
+
+    def _flush(self) -> None:
+        events = self.engine.ledger.drain_events()
+        if not events:
+            self._flush_due = False
+            return
+        batch = self._log.batch(events)
+        self._time.after(self._event_seconds, self._router.changed, self.worker_id, batch)
+        self._time.after(BATCH_SECONDS, self._flush)
