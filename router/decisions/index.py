@@ -107,11 +107,12 @@ class Index:
                     still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
                     if still != alive:
                         if depth:
-                            self._note(depths, alive & ~still, depth)
+                            self._note(depths, alive ^ still, depth)
                         alive = still
                         if not alive:
                             break
-                    lower = alive & ~held
+                    if tiered:
+                        lower = alive & ~held
                 if lower:
                     self._discount(discounts, lower, held)
                 depth += 1

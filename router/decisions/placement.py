@@ -260,16 +260,17 @@ def _exposed_transfer_seconds(
 ) -> float:
     """The part of the transfer that no computation hides: at least the last chunk's blocks, and whatever of the rest
     takes longer than the chunks before it."""
-    block_size = decode.info.compatibility.block_size
-    num_blocks = ceil((ask.num_prompt_tokens - on_decode.cached_tokens) / block_size)
-    num_chunks = max(
-        ceil((ask.num_prompt_tokens - on_prefill.cached_tokens) / prefill.info.capacity.max_step_tokens), 1
-    )
-    last_blocks = min(num_blocks, ceil(prefill.info.capacity.max_step_tokens / block_size))
+    block_size, step_tokens = decode.hash_class.block_size, prefill.info.capacity.max_step_tokens
     block_bytes = decode.info.capacity.block_bytes
+    num_blocks = ceil((ask.num_prompt_tokens - on_decode.cached_tokens) / block_size)
+    whole = decode.cost.transfer_seconds(num_blocks * block_bytes)
+    num_tokens = ask.num_prompt_tokens - on_prefill.cached_tokens
+    if num_tokens <= step_tokens:
+        return whole
+    num_chunks = ceil(num_tokens / step_tokens)
+    last = decode.cost.transfer_seconds(min(num_blocks, ceil(step_tokens / block_size)) * block_bytes)
     hidden = on_prefill.prefill_seconds * (num_chunks - 1) / num_chunks
-    last = decode.cost.transfer_seconds(last_blocks * block_bytes)
-    return max(last, decode.cost.transfer_seconds(num_blocks * block_bytes) - hidden)
+    return max(last, whole - hidden)
 
 
 def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
