@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import yaml
@@ -26,7 +27,7 @@ from cluster.state import ControlState, ObservedState, configured
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
-from headrace.store import connect
+from headrace.store import StoreUnavailable, connect
 
 T = TypeVar("T")
 
@@ -150,8 +151,11 @@ async def _start_redis(
         ends.push_async_callback(_end_child, embedded.NAME, children, 5.0)
         url = embedded.url(port)
     async with _state(config.name, url) as state:
-        await state.write_desired(configured(config, trusted=True))
-    report(Step("redis", url, done=True))
+        try:
+            await state.write_desired(configured(config, trusted=True))
+        except StoreUnavailable as error:
+            raise Unavailable(f"redis.url: nothing serves at {_public(url)}: {error.message}") from error
+    report(Step("redis", _public(url), done=True))
     return config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
 
 
@@ -287,6 +291,12 @@ async def _state(cluster: str, url: str) -> AsyncIterator[ControlState]:
 def _reachable(host: str) -> str:
     """Where a client on this machine finds what listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def _public(url: str) -> str:
+    """Without its user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:

@@ -1,8 +1,10 @@
 """What `headrace status` shows: the controller's `observed` beside what each worker says of itself, as one value."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from cluster.reconcile import Phase
 from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport
@@ -23,28 +25,44 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`controller` says what is wrong with the control plane; empty when nothing is."""
+    """`controller` says what is wrong with the control plane; empty when nothing is. `failures`: why workers that are
+    desired and not ready last ended, by worker id."""
 
     session: Session
     desired: dict[str, int]
     workers: tuple[WorkerStatus, ...]
     controller: str = ""
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 async def take(session: Session) -> Snapshot:
     """One look at the cluster. Redis or workers that do not answer are part of the picture, never an error."""
     store = connect(session.redis_url, BUDGET_SECONDS)
-    controller = ""
+    observed, controller = None, ""
     try:
-        observed = await ControlState(store, session.cluster).observed()
+        state = ControlState(store, session.cluster)
+        observed = await state.observed()
+        if observed is None:
+            controller = "none has said anything yet"
+        elif not await state.has_leader():
+            controller = "none leads just now; this is what the last one saw"
     except StoreUnavailable as error:
-        observed, controller = None, error.message
+        controller = error.message
     finally:
         await store.close()
-    if observed is None:
-        observed, controller = ObservedState(""), controller or "no controller has published anything yet"
+    observed = observed or ObservedState("")
     workers = await asyncio.gather(*(_ask(record) for record in observed.workers))
-    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller)
+    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, _failures(observed))
+
+
+def _failures(observed: ObservedState) -> dict[str, str]:
+    """A worker that is dead just now says it by its own record."""
+    known = {record.worker_id for record in observed.workers if record.phase in (Phase.READY, Phase.DEAD)}
+    return {
+        worker: f"ended: {reason}" if count == 1 else f"failed {count} times in a row, the last time: {reason}"
+        for worker, (_, count, reason) in (observed.history or {}).items()
+        if count and worker not in known
+    }
 
 
 async def _ask(record: WorkerRecord) -> WorkerStatus:

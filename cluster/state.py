@@ -74,6 +74,10 @@ class ControlState:
         milliseconds = int(LEADER_SECONDS * 1000)
         return bool(await self._store.call(lambda redis: redis.eval(_LEAD, 1, self._keys.leader, token, milliseconds)))
 
+    async def has_leader(self) -> bool:
+        """Whether any controller holds the lease."""
+        return bool(await self._store.call(lambda redis: redis.exists(self._keys.leader)))
+
     async def resign(self, token: str) -> None:
         """Gives the lease back if it is ours, so that another controller need not wait for its end."""
         await self._store.call(lambda redis: redis.eval(_RESIGN, 1, self._keys.leader, token))

@@ -100,8 +100,8 @@ def _cells(worker: WorkerStatus) -> list[str]:
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
-    """What a worker waits for, or is wrong with it; and each link with the reason for its kind."""
-    notes: list[str] = []
+    """Why a worker is not there, what one waits for, or is wrong with it; and each link with the reason for its kind."""
+    notes = [f"[red]{worker_id}[/] {reason}" for worker_id, reason in sorted(snapshot.failures.items())]
     for worker in snapshot.workers:
         report = worker.report
         reason = worker.silence or worker.record.reason or (report.unhealthy_reason if report else "")

@@ -196,6 +196,14 @@ def test_a_taken_port_is_named(
     assert nothing_started(state)
 
 
+def test_a_redis_that_is_away_is_named_without_its_password(
+    command: Command, tmp_path: pathlib.Path, checkpoint: pathlib.Path
+) -> None:
+    error = command.refused("up", write(tmp_path, checkpoint, redis={"url": "redis://:secret@127.0.0.1:1/0"}))
+    assert "redis.url: nothing serves at redis://127.0.0.1:1/0: Redis did not serve a call" in error
+    assert "secret" not in error
+
+
 @pytest.mark.parametrize("name", ["status", "down", "chat", "generate"])
 def test_without_a_cluster_there_is_nothing_to_ask(command: Command, name: str) -> None:
     arguments = (name, "hello") if name == "generate" else (name,)

@@ -1,0 +1,69 @@
+"""What `headrace status` knows when things are not as they should be."""
+
+import io
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from cluster.commands.status import _render
+from cluster.session import Session
+from cluster.snapshot import Snapshot, take
+from cluster.state import ControlState, ObservedState, WorkerRecord
+from headrace.store import connect
+
+SESSION = Session("c", 1, "", "tiny", "http://h", "h:1", "redis://127.0.0.1:1/0", ready=True)
+STARTING = WorkerRecord("decode-0", "decode", 2, "decode", "tp1·pp1", "starting", 1.0, reason="loads")
+OBSERVED = ObservedState("token", (), {"decode": 1}, {"decode-0": (1, 1, "rank 0: its process is gone")})
+
+
+@pytest.fixture
+async def session(redis_url: str) -> Session:
+    return replace(SESSION, cluster=f"c{uuid.uuid4().hex[:8]}", redis_url=redis_url)
+
+
+@pytest.fixture
+async def state(session: Session) -> AsyncIterator[ControlState]:
+    store = connect(session.redis_url, 2.0)
+    yield ControlState(store, session.cluster)
+    await store.close()
+
+
+def shown(snapshot: Snapshot) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(_render(snapshot))
+    return out.getvalue()
+
+
+async def test_case_65_a_worker_that_is_gone_is_missing_with_its_reason(session: Session, state: ControlState) -> None:
+    await state.lead("token")
+    await state.write_observed(OBSERVED)
+    seen = shown(await take(session))
+    assert "decode 0/1" in seen
+    assert "decode-0 ended: rank 0: its process is gone" in seen
+
+    again = {"decode-0": (3, 2, "rank 0: its process is gone")}
+    await state.write_observed(replace(OBSERVED, workers=(STARTING,), history=again))
+    seen = shown(await take(session))
+    assert "decode-0 failed 2 times in a row, the last time: rank 0: its process is gone" in seen
+    assert "decode-0 loads" in seen
+
+    await state.write_observed(replace(OBSERVED, workers=(replace(STARTING, phase="ready", reason=""),)))
+    assert "process is gone" not in shown(await take(session))
+
+
+async def test_case_65_without_a_controller_what_is_shown_is_said_to_be_old(
+    session: Session, state: ControlState
+) -> None:
+    assert "controller: none has said anything yet" in shown(await take(session))
+    await state.lead("token")
+    await state.write_observed(OBSERVED)
+    assert (await take(session)).controller == ""
+    await state.resign("token")
+    assert "controller: none leads just now; this is what the last one saw" in shown(await take(session))
+
+
+async def test_case_65_without_redis_that_is_what_is_shown() -> None:
+    assert "controller: Redis did not serve a call" in shown(await take(SESSION))
