@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
 from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
+from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 
@@ -111,6 +112,8 @@ class Views:
         self._views: dict[str, WorkerView] = {}
         self._stale: set[str] = set()
         self._health_version = health.version
+        self._costs = Costs()
+        self._costs_version = self._costs.version
 
     def heard(self, worker_id: str, session: Live | None) -> None:
         """The worker's session began, reported, or (None) ended."""
@@ -120,17 +123,22 @@ class Views:
         else:
             self._sessions[worker_id] = session
             self._stale.add(worker_id)
+            if session.report is not None:
+                self._costs.heard(session.info, session.report.cost)
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
         stale = self._stale | self._ledger.drain_changed()
-        if self._health_version != self._health.version:
-            self._health_version = self._health.version
+        versions = self._health.version, self._costs.version
+        if versions != (self._health_version, self._costs_version):
+            self._health_version, self._costs_version = versions
             stale.update(self._sessions)
         for worker_id in stale:
             session = self._sessions.get(worker_id)
             if session is not None:
-                self._views[worker_id] = worker_view(session.info, session.report, self._ledger, self._health)
+                self._views[worker_id] = worker_view(
+                    session.info, session.report, self._ledger, self._health, self._costs
+                )
         self._stale.clear()
         sessions = self._sessions
         return View(tuple([view for worker_id, view in self._views.items() if sessions[worker_id].lost is None]))
@@ -154,17 +162,20 @@ def net_load(total: Load, yours: Load, own: Load) -> Load:
     )
 
 
-def worker_view(info: WorkerInfo, report: LoadReport | None, ledger: Ledger, health: Health) -> WorkerView:
+def worker_view(
+    info: WorkerInfo, report: LoadReport | None, ledger: Ledger, health: Health, costs: Costs
+) -> WorkerView:
     """A worker that has not reported yet is taken to be empty but for what this router placed on it."""
     own = ledger.own(info.worker_id)
+    cost = costs.of(info, report.cost if report is not None else info.cost)
     ejected_until = health.ejected_until(info.worker_id)
     if report is None:
-        return WorkerView(info, info.role, own, info.cost, info.capacity.num_blocks, ejected_until=ejected_until)
+        return WorkerView(info, info.role, own, cost, info.capacity.num_blocks, ejected_until=ejected_until)
     return WorkerView(
         info,
         report.role,
         net_load(report.total, report.yours, own),
-        report.cost,
+        cost,
         report.free_blocks,
         report.draining,
         ejected_until,

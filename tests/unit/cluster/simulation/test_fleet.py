@@ -211,3 +211,15 @@ def test_generated_traffic_runs_too() -> None:
     ]
     _, tally = run(fleet(), rows)
     assert len(tally.served) == 40
+
+
+def test_a_worker_that_has_measured_nothing_is_not_passed_over() -> None:
+    """Its guess is a laptop's; priced by it, the first few to measure their steps would get all there is to do."""
+    fast = replace(CARD, cost=CostModel(5e-4, 2e-5, 0.0, 7e-3, 2e-5, 5e-8, 1e-5, 3e11), num_blocks=4096)
+    many = fleet(card=fast, prefill=8, decode=8, max_num_seqs=64, max_step_tokens=2048)
+    rows = [TraceRow(n, n / 10, 200 + n * 37 % 400, 60) for n in range(100)]
+    _, tally = run(many, rows)
+    for role in (Role.PREFILL, Role.DECODE):
+        balance = tally.balance(role)
+        assert balance is not None
+        assert balance < 2.0, f"{role}: {balance:.2f}"

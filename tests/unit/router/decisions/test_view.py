@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from headrace.costmodel import CostModel
 from headrace.errors import InternalError
 from headrace.values import Load, LoadReport, Role, WorkerInfo
+from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.view import View, Views, net_load, worker_view
@@ -28,7 +29,7 @@ def test_a_worker_that_has_not_reported_is_empty_but_for_our_own() -> None:
     ledger = Ledger()
     ledger.open("r", decode="w", prefill=None, num_prompt_tokens=100, prefill_tokens=100, n=1)
     info = worker_info("w", num_blocks=10, block_size=32, max_num_seqs=4)
-    view = worker_view(info, None, ledger, Health())
+    view = worker_view(info, None, ledger, Health(), Costs())
     assert view.load.num_waiting == 1
     assert view.free_tokens == 10 * 32 - 100
     assert view.free_slots == 3
@@ -39,7 +40,7 @@ def test_a_report_wins_over_hello_and_health_is_in_the_view() -> None:
     health.failed("w", InternalError("x"), now=1.0)
     cost = CostModel(prefill_base_seconds=9.0)
     report = LoadReport(Load(num_running=2), Load(), cost, Role.DECODE, free_blocks=3, draining=True)
-    view = worker_view(worker_info("w", Role.UNIFIED), report, Ledger(), health)
+    view = worker_view(worker_info("w", Role.UNIFIED), report, Ledger(), health, Costs())
     assert (view.role, view.cost, view.free_blocks, view.draining) == (Role.DECODE, cost, 3, True)
     assert view.ejected_until == 6.0
     assert View((view,)).find("w") is view
@@ -95,7 +96,7 @@ def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, s
             case "succeed":
                 health.succeeded(name)
         made = {
-            name: worker_view(session.info, session.report, ledger, health)
+            name: worker_view(session.info, session.report, ledger, health, Costs())
             for name, session in sessions.items()
             if session.lost is None
         }
