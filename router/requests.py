@@ -1,6 +1,7 @@
 """The life of a request in the router, top to bottom. Contract between the edges (openai, grpc_api) and the core."""
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
@@ -25,6 +26,8 @@ from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
 
 __all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
+
+log = logging.getLogger(__name__)
 
 NUM_EXPLANATIONS = 512
 COUNT_EVERY_TOKENS = 64
@@ -380,5 +383,6 @@ class Requests:
         if session is not None and self._generations.get(worker_id) != session.info.generation:
             self._generations[worker_id] = session.info.generation
             self._health.forget(worker_id)
-            self._caches.forget(worker_id)
+            if not self._caches.met(session.info):
+                log.error("%s names blocks otherwise than this router: it is placed by load alone", worker_id)
         self._call_next()

@@ -19,6 +19,7 @@ import grpc
 import uvloop
 
 from headrace import wire
+from headrace.blocks import BlockHasher, probe
 from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, TransferFailed
 from headrace.v1 import worker_pb2, worker_pb2_grpc
@@ -53,7 +54,7 @@ def worker_info(
     tokenizer: str = "t1",
     cost: CostModel | None = None,
 ) -> WorkerInfo:
-    return WorkerInfo(
+    info = WorkerInfo(
         worker_id=worker_id,
         generation=generation,
         role=role,
@@ -79,6 +80,9 @@ def worker_info(
         model_path="",
         cost=cost or CostModel(),
     )
+    same = info.compatibility
+    hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
+    return replace(info, probe=probe(hasher))
 
 
 @dataclass

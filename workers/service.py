@@ -9,18 +9,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from headrace.blocks import BlockHasher
+from headrace.blocks import BlockHasher, probe
 from headrace.clock import Clock, SystemClock
 from headrace.errors import Draining, HeadraceError, InternalError
 from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.values import BlockCounts, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
+from headrace.values import BlockCounts, Compatibility, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
 from workers.control import ControlServicer
 from workers.engine import Engine
 from workers.faults import Faults
@@ -85,6 +86,7 @@ class Worker:
         faults = Faults()
         self._ledger = BlockLedger(executor.num_blocks, spec.engine.block_size)
         self._scheduler = _scheduler(spec, identity, self._ledger)
+        self._probe = probe(_hasher(identity.compatibility, "", ""))
         self._engine = Engine(self._scheduler, executor, clock, overlap=spec.engine.overlap, faults=faults)
         self._meters = Meters(registry or CollectorRegistry())
         self._hello = PeerHello(
@@ -228,7 +230,7 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         info = self._identity.info(self._spec, self._executor, self._address)
-        return replace(info, role=self._role, cost=self._engine.cost)
+        return replace(info, role=self._role, cost=self._engine.cost, probe=self._probe)
 
     def load(self) -> Load:
         return self._scheduler.load()
@@ -387,7 +389,7 @@ def _reason(error: BaseException) -> HeadraceError:
 
 
 def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:
-    engine, handoff, compatibility = spec.engine, spec.handoff, identity.compatibility
+    engine, handoff = spec.engine, spec.handoff
     limits = SchedulerLimits(
         max_num_seqs=engine.max_num_seqs,
         max_step_tokens=engine.max_step_tokens,
@@ -399,13 +401,21 @@ def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Sch
         claim_fraction=handoff.claim_fraction,
     )
 
-    def make_hasher(adapter: str, cache_salt: str) -> BlockHasher:
-        return BlockHasher(
-            revision=compatibility.revision,
-            kv_format=compatibility.kv_format,
-            block_size=compatibility.block_size,
-            adapter=adapter,
-            cache_salt=cache_salt,
-        )
+    return Scheduler(
+        limits,
+        ledger,
+        partial(_hasher, identity.compatibility),
+        eos_token_ids=identity.eos_ids,
+        vocab_size=identity.vocab_size,
+    )
 
-    return Scheduler(limits, ledger, make_hasher, eos_token_ids=identity.eos_ids, vocab_size=identity.vocab_size)
+
+def _hasher(compatibility: Compatibility, adapter: str, cache_salt: str) -> BlockHasher:
+    """What names this worker's blocks."""
+    return BlockHasher(
+        revision=compatibility.revision,
+        kv_format=compatibility.kv_format,
+        block_size=compatibility.block_size,
+        adapter=adapter,
+        cache_salt=cache_salt,
+    )

@@ -64,3 +64,10 @@ class BlockHasher:
         for start, end in pairwise(range(0, len(packed) + 1, step)):
             parent = self.child(parent, packed[start:end])
             yield parent
+
+
+def probe(hasher: BlockHasher) -> BlockId:
+    """The id that ends a known prompt of two blocks. A worker says its own; where a router's is another, what the index
+    says of the worker means nothing to that router."""
+    *_, last = hasher.chain(range(2 * hasher.block_size))
+    return last

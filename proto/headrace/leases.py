@@ -25,6 +25,7 @@ def lease_fields(info: WorkerInfo, *, draining: bool = False) -> dict[str, str]:
         "compatibility": json.dumps(asdict(info.compatibility)),
         "capacity": json.dumps(asdict(info.capacity)),
         "cost": json.dumps(asdict(info.cost)),
+        "probe": info.probe.hex(),
         "draining": "1" if draining else "0",
     }
 
@@ -49,6 +50,7 @@ def parse_lease(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
             model_path=text["model_path"],
             node=text["node"],
             cost=CostModel(**_object(text["cost"])),
+            probe=bytes.fromhex(text["probe"]),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a lease of this version: {error}") from error

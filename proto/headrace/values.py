@@ -216,7 +216,8 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is. `generation` grows with every start: nothing of an older one is ever credited."""
+    """Who a worker is. `generation` grows with every start: nothing of an older one is ever credited. `probe` is its own
+    answer to headrace.blocks.probe, empty when it did not say."""
 
     worker_id: str
     generation: int
@@ -228,6 +229,7 @@ class WorkerInfo:
     model_path: str
     node: str = ""
     cost: CostModel = field(default_factory=CostModel)
+    probe: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

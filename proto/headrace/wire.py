@@ -193,6 +193,7 @@ def worker_to_pb(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         cost=cost_to_pb(info.cost),
         model_path=info.model_path,
         node=info.node,
+        probe=info.probe,
     )
 
 
@@ -208,6 +209,7 @@ def worker_from_pb(pb: worker_pb2.WorkerInfo) -> WorkerInfo:
         model_path=pb.model_path,
         node=pb.node,
         cost=cost_from_pb(pb.cost),
+        probe=pb.probe,
     )
 
 

@@ -4,11 +4,13 @@ is to be believed. Pure."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from headrace.blocks import probe
+from headrace.values import WorkerInfo
 from router.decisions.chain import Chain
 from router.decisions.index import Index
 from router.decisions.placement import Placed
 from router.decisions.truth import Fallback, Truth
-from router.decisions.view import HashClass, View, WorkerView
+from router.decisions.view import HashClass, View, WorkerView, class_of
 
 EXPECT_SECONDS = 10.0
 SETTLE_SECONDS = 2.0
@@ -31,6 +33,7 @@ class Caches:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._truth = Truth()
+        self._unproven: set[str] = set()
 
     def predict(self, token_ids: Sequence[int], cache_salt: str, view: View, now: float) -> Prediction:
         """Ids are hashed once for every hash class there is."""
@@ -51,9 +54,13 @@ class Caches:
     def _fall_back(self, prediction: Prediction, view: View, now: float) -> Iterator[Fallback]:
         if self._index.num_followed < len(view.workers):
             yield Fallback.UNFOLLOWED
-        for worker in self._truth.distrusted(now):
-            if prediction.cached_tokens.pop(worker, None) is not None:
-                yield Fallback.DISTRUSTED
+        for reason, workers in (
+            (Fallback.DISTRUSTED, self._truth.distrusted(now)),
+            (Fallback.UNPROVEN, self._unproven),
+        ):
+            for worker in workers:
+                if prediction.cached_tokens.pop(worker, None) is not None:
+                    yield reason
 
     def placed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
         """The workers of the placement will hold the prompt; the request's earlier ones will not."""
@@ -85,6 +92,10 @@ class Caches:
         self._truth.found(worker.worker_id, promised, cached_tokens, block_size, now)
         return self._truth.error(worker.worker_id)
 
-    def forget(self, worker: str) -> None:
-        """A new generation of the worker begins."""
-        self._truth.forget(worker)
+    def met(self, info: WorkerInfo) -> bool:
+        """A new generation of the worker begins, without a record. Whether its ids are proven to be this router's: where
+        they are not, its part of the index means nothing here, and it is placed by load alone."""
+        self._truth.forget(info.worker_id)
+        proven = info.probe == probe(class_of(info.compatibility).hasher())
+        (self._unproven.discard if proven else self._unproven.add)(info.worker_id)
+        return proven

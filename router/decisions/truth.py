@@ -22,6 +22,7 @@ class Fallback(StrEnum):
     """Why a placement did not use the index for a worker."""
 
     DISTRUSTED = "distrusted"
+    UNPROVEN = "unproven"
     UNFOLLOWED = "unfollowed"
 
 

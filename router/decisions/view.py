@@ -26,6 +26,10 @@ class HashClass(NamedTuple):
         )
 
 
+def class_of(compatibility: Compatibility) -> HashClass:
+    return HashClass(compatibility.revision, compatibility.kv_format, compatibility.block_size)
+
+
 @lru_cache(maxsize=256)
 def _one(compatibility: Compatibility) -> Compatibility:
     """Equal ones as the same object, so that comparing them is cheap."""
@@ -78,7 +82,7 @@ class WorkerView:
         derive(self, "max_num_seqs", capacity.max_num_seqs)
         derive(self, "max_context_tokens", capacity.max_context_tokens)
         derive(self, "compatibility", _one(same))
-        derive(self, "hash_class", HashClass(same.revision, same.kv_format, same.block_size))
+        derive(self, "hash_class", class_of(same))
 
     @property
     def target(self) -> PrefillTarget:

@@ -114,6 +114,7 @@ WORKER = WorkerInfo(
     model_path="models/m",
     node="n",
     cost=CostModel(prefill_base_seconds=0.5),
+    probe=bytes(range(16)),
 )
 
 

@@ -1,4 +1,6 @@
-from headrace.blocks import BlockHasher, BlockId
+from dataclasses import replace
+
+from headrace.blocks import BlockHasher, BlockId, probe
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
 from headrace.values import Load, Role
 from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction
@@ -140,6 +142,18 @@ def test_a_lying_worker_is_routed_by_load_alone_until_its_promises_come_true_aga
     for _ in range(20):
         caches.found(liar, doubted, 396, 0.0)
     assert caches.predict(TOKENS, "", view, 0.0).cached_tokens == {"honest": 400, "liar": 400}
+
+
+def test_case_31_a_worker_whose_ids_are_not_this_routers_is_routed_by_load_alone() -> None:
+    odd, even = worker("odd"), worker("even")
+    caches, view = Caches(followed(odd, even, hold=ids(odd))), View((odd, even))
+    assert caches.met(even.info)
+    for wrong in (b"", probe(BlockHasher(revision="r1", kv_format=odd.info.compatibility.kv_format, block_size=8))):
+        assert not caches.met(replace(odd.info, probe=wrong))
+        prediction = caches.predict(TOKENS, "", view, 0.0)
+        assert (prediction.cached_tokens, prediction.fallbacks) == ({"even": 400}, (Fallback.UNPROVEN,))
+    assert caches.met(replace(odd.info, generation=2))
+    assert caches.predict(TOKENS, "", view, 0.0).cached_tokens == {"odd": 400, "even": 400}
 
 
 def test_what_was_only_expected_is_no_promise() -> None:
