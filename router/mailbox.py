@@ -105,14 +105,20 @@ class Pacer:
 class Mailbox:
     """Owned by one request, which alone takes; the session of its decode worker alone feeds.
 
-    `key` names the attempt that counts: what is said of an older one is dropped by the session.
+    `key` names the attempt that counts: what is said of an older one is dropped by the session. `heard_all` is called
+    once there is no more to hear, however slowly it will be taken: True when the last of `num_samples` finishes is here,
+    False when no more is kept.
     """
 
-    __slots__ = ("_items", "_overflowed", "_pacer", "_ready", "_started", "_waiter", "key")
+    __slots__ = ("_heard_all", "_items", "_num_open", "_overflowed", "_pacer", "_ready", "_started", "_waiter", "key")
 
-    def __init__(self, key: RequestKey, pacer: Pacer) -> None:
+    def __init__(
+        self, key: RequestKey, pacer: Pacer, num_samples: int = 1, heard_all: Callable[[bool], None] = lambda _: None
+    ) -> None:
         self.key = key
         self._pacer = pacer
+        self._num_open = num_samples
+        self._heard_all = heard_all
         self._items: list[Said] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ready = False
@@ -128,6 +134,7 @@ class Mailbox:
                 reason = f"the client does not read: {MAX_PENDING_OUTPUTS} outputs wait for it"
                 self._items.append(GivenUp(Overloaded(reason, limit=MAX_PENDING_OUTPUTS)))
                 self.wake()
+                self._heard_all(False)
             return
         self._items.append(said)
         if self._started and isinstance(said, SequenceOutput) and said.finish is None:
@@ -135,6 +142,10 @@ class Mailbox:
         else:
             self._started = True
             self.wake()
+            if isinstance(said, SequenceOutput) and said.finish is not None:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._heard_all(True)
 
     async def take(self) -> list[Said]:
         """Everything said since the last take, in order; waits until the request is woken."""

@@ -142,7 +142,7 @@ class Requests:
         key = RequestKey(f"{self._router_id}:{self._next_number:x}")
         flight = Flight(job, key, lambda: self._open_text(job), self._clock.now())
         self._flights.add(flight)
-        return flight, Mailbox(key, self._pacer)
+        return flight, Mailbox(key, self._pacer, job.n, partial(self._let_go, flight))
 
     def _arm_deadline(self, flight: Flight, mailbox: Mailbox) -> asyncio.TimerHandle:
         seconds = self._request_seconds
@@ -150,13 +150,14 @@ class Requests:
             seconds = min(seconds, flight.job.seconds_left)
         flight.deadline = flight.began + seconds
         error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
-        return asyncio.get_running_loop().call_later(seconds, self._expire, flight.key.request_id, mailbox, error)
+        return asyncio.get_running_loop().call_later(seconds, self._expire, flight, mailbox, error)
 
-    def _expire(self, name: str, mailbox: Mailbox, error: DeadlineExceeded) -> None:
+    def _expire(self, flight: Flight, mailbox: Mailbox, error: DeadlineExceeded) -> None:
         mailbox.feed(GivenUp(error))
-        turn = self._turns.get(name)
+        turn = self._turns.get(flight.key.request_id)
         if turn is not None and not turn.done():
             turn.set_exception(error)
+        self._let_go(flight, flight.ended_by_worker)
 
     async def _admit(self, flight: Flight) -> None:
         """Returns when it is the request's turn."""
@@ -360,13 +361,7 @@ class Requests:
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
         self._flights.discard(flight)
-        session = self._sessions.find(flight.decode)
-        if session is not None:
-            if flight.ended_by_worker:
-                session.forget(flight.key.request_id)
-            else:
-                session.cancel(flight.key)
-        self._ledger.close(flight.key.request_id)
+        self._let_go(flight, flight.ended_by_worker)
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)
         self._explanations.pop(flight.job.request_id, None)
@@ -374,6 +369,17 @@ class Requests:
         if len(self._explanations) > NUM_EXPLANATIONS:
             del self._explanations[next(iter(self._explanations))]
         _REQUESTS.labels(flight.job.model, flight.outcome).inc()
+
+    def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:
+        """Its worker is rid of it, and its place is free, though its client may not have read it all: one that reads
+        slowly, or not at all, costs nobody else's turn. Idempotent."""
+        session = self._sessions.find(flight.decode)
+        if session is not None:
+            if ended_by_worker:
+                session.forget(flight.key.request_id)
+            else:
+                session.cancel(flight.key)
+        self._ledger.close(flight.key.request_id)
         self._call_next()
 
     def _heard_of(self, worker_id: str) -> None:
