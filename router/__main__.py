@@ -29,6 +29,7 @@ from headrace.store import connect
 from headrace.values import WorkerInfo
 from router.core import Core, running_core
 from router.edge.common import Edge
+from router.edge.connections import BoundedHttp
 from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.validate import JobMaker
@@ -139,7 +140,7 @@ def _http_config(app: ASGIApp, keep_alive_seconds: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,109 @@
+"""Connections to a real HTTP server, from clients that hold what they do not use."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.__main__ import _bind, _http_config, _HttpServer
+from router.edge import connections, sse
+
+HEAD = b"GET / HTTP/1.1\r\nhost: router\r\n"
+
+
+class Endless:
+    """An app whose answers do not end by themselves; it notes which began, and which were ended from outside."""
+
+    def __init__(self, chunk: bytes = b"") -> None:
+        self.chunk = chunk
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await sse.Answer(self._answer)(scope, receive, send)
+
+    async def _answer(self, send: Send) -> None:
+        self.begun.set()
+        try:
+            await sse.start(send)
+            while self.chunk:
+                await sse.write(send, self.chunk)
+                await asyncio.sleep(0)  # as an answer waits for its tokens
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.ended.set()
+
+
+@asynccontextmanager
+async def connected(app: ASGIApp) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    listening = _bind("127.0.0.1", 0)
+    server: uvicorn.Server = _HttpServer(_http_config(app, 5))
+    serving = asyncio.create_task(server.serve([listening]))
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        server.should_exit = True
+        await serving
+        listening.close()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_a_head_that_does_not_end_is_refused() -> None:
+    async with connected(Endless()) as (reader, writer):
+        writer.write(HEAD + b"x-filler: ")
+        writer.write(b"a" * connections.MAX_HEAD_BYTES)
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_many_small_headers_are_a_head_that_does_not_end_too() -> None:
+    async with connected(Endless()) as (reader, writer):
+        writer.write(HEAD)
+        line = b"x-filler: yyyy\r\n"
+        writer.write(line * (connections.MAX_HEAD_BYTES // len(line) + 1))
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_request_that_stops_half_way_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SENDS_NOTHING_SECONDS", 0.05)
+    async with connected(Endless()) as (reader, writer):
+        writer.write(HEAD)
+        assert await until_closed(reader) == b""
+
+
+async def test_a_client_that_sends_byte_by_byte_is_served() -> None:
+    app = Endless()
+    async with connected(app) as (reader, writer):
+        for byte in HEAD + b"\r\n":
+            writer.write(bytes((byte,)))
+            await writer.drain()
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READS_NOTHING_SECONDS", 0.05)
+    app = Endless(b"x" * 65536)
+    async with connected(app) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(HEAD + b"\r\n")
+        await asyncio.wait_for(app.ended.wait(), 10)
+
+
+async def test_case_44_a_client_that_hangs_up_with_a_second_request_under_way_ends_the_first() -> None:
+    app = Endless()
+    async with connected(app) as (_, writer):
+        writer.write((HEAD + b"\r\n") * 2)
+        await asyncio.wait_for(app.begun.wait(), 10)
+        writer.transport.abort()
+        await asyncio.wait_for(app.ended.wait(), 10)
