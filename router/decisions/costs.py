@@ -25,17 +25,28 @@ class Costs:
     def __init__(self) -> None:
         self.version = 0
         self._lent: dict[Kind, dict[str, float]] = {}
+        self._complete: dict[str, CostModel] = {}  # by worker: its last report, where it has measured everything
 
     def heard(self, info: WorkerInfo, cost: CostModel) -> None:
         """The worker reported this."""
         lent = self._lent.setdefault((info.compatibility, info.layout), {})
-        for line in LINES:
-            if _measured(cost, line):
-                self.version += line[0] not in lent
-                lent.update((name, getattr(cost, name)) for name in line)
+        measured = [line for line in LINES if _measured(cost, line)]
+        for line in measured:
+            self.version += line[0] not in lent
+            lent.update((name, getattr(cost, name)) for name in line)
+        if len(measured) == len(LINES):
+            self._complete[info.worker_id] = cost
+        else:
+            self._complete.pop(info.worker_id, None)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone; what it lent stays."""
+        self._complete.pop(worker_id, None)
 
     def of(self, info: WorkerInfo, cost: CostModel) -> CostModel:
         """The worker's cost, with what it has not measured itself lent by others."""
+        if self._complete.get(info.worker_id) is cost:
+            return cost
         lent = self._lent.get((info.compatibility, info.layout))
         if not lent:
             return cost

@@ -124,7 +124,7 @@ class Index:
 
     def _with_overlay(self, depths: dict[str, int], chain: Chain) -> dict[str, int]:
         """The depths that go on where this router's own placements are about to fill what is missing. What is expected
-        of a chain is one run, up to some block: its end is found by doubling, then halving."""
+        of a chain is one run, up to some block: often the last one, else its end is found by doubling, then halving."""
         extended = dict(depths)
         halves, reaches = chain.halves, chain.reaches
         for worker, expected in self.overlay.expected().items():
@@ -132,6 +132,8 @@ class Index:
             while reaches(depth) and (
                 halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
             ):
+                if halves[-1] in expected:
+                    depth = len(halves) - 1
                 step = 1
                 while reaches(depth + step) and halves[depth + step] in expected:
                     depth += step

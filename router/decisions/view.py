@@ -124,6 +124,7 @@ class Views:
         if session is None:
             self._sessions.pop(worker_id, None)
             self._views.pop(worker_id, None)
+            self._costs.forget(worker_id)
         else:
             self._sessions[worker_id] = session
             self._stale.add(worker_id)
