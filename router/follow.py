@@ -67,6 +67,7 @@ class Follow:
         self._leased: dict[str, tuple[str, int]] = {}
         self._positions: dict[str, bytes] = {}
         self._behind: dict[str, tuple[int, int]] = {}
+        self._read_again: set[str] = set()  # since the last scan
         sessions.seek(self._fixed)
         sessions.listen(self._heard_of)
 
@@ -88,6 +89,7 @@ class Follow:
 
     async def scan(self) -> None:
         """Who holds a lease, and how far each snapshot is; reads again whoever the mirror is behind of."""
+        self._read_again.clear()
         names = await self._store.call(self._lease_names)
         workers = {self._keys.worker_of_lease(name): name for name in names}
         replies = await self._store.call(lambda redis: self._ask_all(redis, workers))
@@ -131,9 +133,12 @@ class Follow:
                     pass
                 case Overfull():
                     _IGNORED.labels("overfull").inc()
-                case Resync(reason=reason):
+                case Resync(reason=reason) if worker not in self._read_again:
+                    self._read_again.add(worker)
                     await self._resync(worker, reason)
                     return
+                case Resync():
+                    pass  # one whose events never agree with its set is read once a scan, not once a batch
 
     async def _resync(self, worker: str, reason: str) -> None:
         """Reads the worker's snapshot, and where its stream stood then, in one transaction; follows from there."""

