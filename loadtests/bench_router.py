@@ -2,7 +2,7 @@
 
 place_hashed_us_*       a decision from token ids: view, hashing, match, place; 64 prefill and 64 decode workers with
                         100,000 blocks each, and an 8,192-token prompt that each of them holds to another depth
-place_us_*              the same with the block ids at hand
+place_us_*              the same with the prompt hashed already
 events_blocks_s         changes decoded and applied: batches as a busy prefill worker sends them, BATCH_BLOCKS in each kind
 bytes_per_block_router  resident memory per (worker, block), no block on two workers: the worst case
 bytes_per_block_redis   used_memory per (worker, block), set and stream, after a turnover of the set by the publisher
@@ -110,8 +110,10 @@ class Decisions:
     """One decision after another, as the router makes them: between two of them the last is entered into the ledger and
     the overlay, older ones leave these, and a worker reports."""
 
-    def __init__(self, index: Index, num_in_flight: int = 1000, num_unconfirmed: int = 64) -> None:
+    def __init__(self, index: Index, ids: list[BlockId], num_in_flight: int = 1000, num_unconfirmed: int = 64) -> None:
         self._caches = Caches(index)
+        self._chain = Chain(ids)
+        self._chain.after(0)
         self._random = Random(2)
         self._infos = [worker_info(number) for number in range(NUM_WORKERS)]
         self._ledger = Ledger()
@@ -129,12 +131,12 @@ class Decisions:
         report = LoadReport(load, Load(), info.cost, info.role, 40_000)
         self._views.heard(info.worker_id, Heard(info, report))
 
-    def decide(self, tokens: list[int] | None, ids: list[BlockId]) -> tuple[Prediction, Placement]:
+    def decide(self, tokens: list[int] | None) -> tuple[Prediction, Placement]:
         view = self._views.view()
         if tokens is not None:
             prediction = self._caches.predict(tokens, "", view, 0.0)
         else:
-            prediction = self._caches.predict_from({self._hash_class: Chain(iter(ids))}, view, 0.0)
+            prediction = self._caches.predict_from({self._hash_class: self._chain}, view, 0.0)
         ask = Ask(PROMPT_TOKENS, 256, 1, prediction.cached_tokens, 512, tie=self._random.random())
         return prediction, place(ask, view, 0.0)
 
@@ -157,12 +159,12 @@ class Decisions:
         self._number += 1
         self._hear(self._random.choice(self._infos))
 
-    def seconds(self, num_decisions: int, tokens: list[int] | None, ids: list[BlockId]) -> list[float]:
+    def seconds(self, num_decisions: int, tokens: list[int] | None) -> list[float]:
         seconds = []
         for _ in range(num_decisions):
             self.between()
             started = perf_counter()
-            decision = self.decide(tokens, ids)
+            decision = self.decide(tokens)
             seconds.append(perf_counter() - started)
             self.enter(*decision)
         return seconds
@@ -172,15 +174,15 @@ def measure_placement(report: Report, runs: int) -> None:
     tokens = [Random(3).randrange(128_000) for _ in range(PROMPT_TOKENS)]
     hasher = BlockHasher(revision="r", kv_format=COMPATIBILITY.kv_format, block_size=BLOCK_SIZE)
     ids = list(hasher.chain(tokens))
-    decisions = Decisions(full_index(ids))
+    decisions = Decisions(full_index(ids), ids)
     gc.collect()
     gc.freeze()
-    decisions.seconds(200, tokens, ids)
+    decisions.seconds(200, tokens)
     for name, given, limits in (
         ("place_hashed_us", tokens, (1000, 500, 3000, 1000)),
         ("place_us", None, (300, 100, 1000, None)),
     ):
-        samples = [sorted(decisions.seconds(500, given, ids)) for _ in range(runs)]
+        samples = [sorted(decisions.seconds(500, given)) for _ in range(runs)]
         p50 = [run[len(run) // 2] * 1e6 for run in samples]
         p99 = [run[len(run) * 99 // 100] * 1e6 for run in samples]
         must, aim, must99, aim99 = limits

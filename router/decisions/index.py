@@ -94,7 +94,7 @@ class Index:
         """Who holds how much of a prompt, which is hashed little further than any worker follows."""
         depths: dict[str, int] = {}
         discounts: dict[str, float] = {}
-        shards, tiered = self._shards, self._tiered
+        shards, slots, tiered = self._shards, self._slots, self._tiered
         alive = self._live
         lower = depth = 0
         last: int | None = None
@@ -106,8 +106,13 @@ class Index:
                     last = held
                     still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
                     if still != alive:
-                        if depth:
-                            self._note(depths, alive ^ still, depth)
+                        gone = alive ^ still
+                        if not depth:
+                            pass
+                        elif gone & (gone - 1):
+                            self._note(depths, gone, depth)
+                        else:  # one worker alone, as most often
+                            depths[slots[gone.bit_length() // TIER_BITS]] = depth  # type: ignore[index]
                         alive = still
                         if not alive:
                             break

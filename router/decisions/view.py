@@ -31,9 +31,9 @@ def class_of(compatibility: Compatibility) -> HashClass:
 
 
 @lru_cache(maxsize=256)
-def _one(compatibility: Compatibility) -> Compatibility:
-    """Equal ones as the same object, so that comparing them is cheap."""
-    return compatibility
+def _kind(compatibility: Compatibility) -> tuple[Compatibility, HashClass]:
+    """Equal ones as the same objects, so that comparing them is cheap."""
+    return compatibility, class_of(compatibility)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,9 @@ class WorkerView:
         derive(self, "queue_seconds", num_steps * base + load.waiting_prefill_tokens * token)
         derive(self, "max_num_seqs", capacity.max_num_seqs)
         derive(self, "max_context_tokens", capacity.max_context_tokens)
-        derive(self, "compatibility", _one(same))
-        derive(self, "hash_class", class_of(same))
+        same, hash_class = _kind(same)
+        derive(self, "compatibility", same)
+        derive(self, "hash_class", hash_class)
 
     @property
     def target(self) -> PrefillTarget:
