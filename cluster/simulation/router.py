@@ -29,7 +29,7 @@ from router.decisions.retry import (
     after_rejection,
     with_last_resort,
 )
-from router.decisions.view import View, Views
+from router.decisions.view import HashClass, View, Views
 from workers.virtual.engine import Prompt
 from workers.virtual.time import VirtualTime
 from workers.virtual.worker import VirtualWorker
@@ -110,6 +110,7 @@ class VirtualRouter:
         self._time = time
         self._workers = workers
         self._hasher = hasher
+        self._hash_class: HashClass | None = None
         self._policy = policy
         self._limits = limits
         self._ended = ended
@@ -126,7 +127,8 @@ class VirtualRouter:
         """A worker's session begins, and its part of the index is read: empty, for it has just started."""
         session = self._sessions[info.worker_id] = _Session(info)
         self._views.heard(info.worker_id, session)
-        self._views.view()  # the first of a worker fixes its place: a set of names has no order that lasts
+        # The first view of a worker fixes its place: a set of names has no order that lasts.
+        self._hash_class = self._views.view().workers[0].hash_class
         for _ in self.index.bootstrap(info.worker_id, Snapshot(info.generation, 0, ())):
             pass
 
@@ -189,7 +191,7 @@ class VirtualRouter:
 
     def _place(self, flight: _Flight, decode: str | None) -> Placed | None:
         view, now, prompt = self._views.view(), self._time.now, flight.prompt
-        chains = {hash_class: Chain(self._hasher.chain(prompt)) for hash_class in {w.hash_class for w in view.workers}}
+        chains = {self._hash_class: Chain(self._hasher.chain(prompt))} if self._hash_class is not None else {}
         flight.prediction = self._caches.predict_from(chains, view, now)
         ask = Ask(
             num_prompt_tokens=len(prompt),

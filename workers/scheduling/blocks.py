@@ -292,6 +292,10 @@ class BlockLedger:
         self._fresh.clear()
         return fresh
 
+    @property
+    def has_events(self) -> bool:
+        return self._events.any
+
     def drain_events(self) -> list[Event]:
         """The changes of the cached set since the last call, in order. When nobody drained for long it is CLEARED and
         the whole set STORED: the same set by a shorter way."""
@@ -342,6 +346,10 @@ class _EventLog:
         self._size = 0
         self._overflowed = False
         self._runs: list[tuple[EventKind, list[BlockId]]] = []
+
+    @property
+    def any(self) -> bool:
+        return self._overflowed or bool(self._runs)
 
     def add(self, kind: EventKind, block_id: BlockId) -> None:
         if self._overflowed:

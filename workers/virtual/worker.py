@@ -315,7 +315,7 @@ class VirtualWorker:
         if not self._report_due:
             self._report_due = True
             self._time.at(max(self._report_at, self._time.now), self._report)
-        if not self._flush_due:
+        if not self._flush_due and self.engine.ledger.has_events:
             self._flush_due = True
             self._time.after(0.0, self._flush)
 
