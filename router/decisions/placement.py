@@ -6,8 +6,9 @@ All prices are seconds. A pair's price is what everyone waits because of it: the
 its output at the predicted TPOT, and, where the decode worker prefills by itself, the stall of those it decodes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from heapq import nsmallest
 from math import ceil
 from typing import Literal
 
@@ -110,8 +111,8 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     if not decodes:
         return NoCapacity(_why_none(refused_decodes), Why(ask, candidates, reason="nobody decodes"))
     workers = {worker.worker_id: worker for worker in view.workers}
-    pairs = _priced(ask, workers, decodes, prefills)
-    chosen, num_near_equals = _pick(pairs, ask.tie)
+    pairs, tie = _priced(ask, workers, decodes, prefills)
+    chosen, num_near_equals = _pick(pairs, tie)
     decode = workers[chosen.decode]
     prefill = workers[chosen.prefill] if chosen.prefill is not None else None
     cached = (decodes[chosen.decode] if chosen.prefill is None else prefills[chosen.prefill]).cached_tokens
@@ -202,18 +203,49 @@ def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
 
 def _priced(
     ask: Ask, workers: Mapping[str, WorkerView], decodes: Mapping[str, Candidate], prefills: Mapping[str, Candidate]
-) -> list[Pair]:
-    best_decodes = sorted(decodes.values(), key=lambda c: c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds)
+) -> tuple[list[Pair], float]:
+    """The pairs worth comparing, and what is left of the draw."""
+    best_decodes, tie = _best_few([*decodes.values()], _decode_price, BEST_FEW, ask.tie)
+    best_prefills, tie = _best_few([*prefills.values()], _prefill_price, BEST_FEW + 1, tie)
     warmest = max(decodes.values(), key=lambda c: c.cached_tokens)
-    best_prefills = sorted(prefills.values(), key=lambda c: c.wait_seconds + c.prefill_seconds)[: BEST_FEW + 1]
     pairs: list[Pair] = []
-    for candidate in {c.worker_id: c for c in (*best_decodes[:BEST_FEW], warmest)}.values():
+    chosen = (*best_decodes, warmest) if warmest.cached_tokens else best_decodes
+    for candidate in {c.worker_id: c for c in chosen}.values():
         decode = workers[candidate.worker_id]
         partners = [p for p in best_prefills if _may_pair(decode, workers[p.worker_id])][:BEST_FEW]
         pairs.extend(_pair(ask, decode, candidate, workers[p.worker_id], p) for p in partners)
         if _may_prefill_alone(ask, decode, candidate, partners):
             pairs.append(_alone(ask, decode, candidate))
-    return pairs
+    return pairs, tie
+
+
+def _decode_price(candidate: Candidate) -> float:
+    return candidate.wait_seconds + EXPECTED_OUTPUT_TOKENS * candidate.tpot_seconds
+
+
+def _prefill_price(candidate: Candidate) -> float:
+    return candidate.wait_seconds + candidate.prefill_seconds
+
+
+def _best_few(
+    candidates: list[Candidate], price: Callable[[Candidate], float], few: int, tie: float
+) -> tuple[list[Candidate], float]:
+    """The best few, and what is left of the draw. Of more near-equals than that any may be among them: a row of
+    neighbours from a place that is drawn."""
+    prices = list(map(price, candidates))
+    best = min(prices, default=0.0)
+    near = [c for c, its in zip(candidates, prices, strict=True) if its <= best + NEAR_EQUAL_SECONDS]
+    if len(near) <= few:
+        return nsmallest(few, candidates, key=price), tie
+    start, tie = _draw(tie, len(near))
+    return (near + near)[start : start + few], tie
+
+
+def _draw(tie: float, num: int) -> tuple[int, float]:
+    """One of `num`, and a draw that is independent of it: the digits of `tie` that follow."""
+    scaled = tie * num
+    index = min(int(scaled), num - 1)
+    return index, scaled - index
 
 
 def _may_pair(decode: WorkerView, prefill: WorkerView) -> bool:
@@ -279,7 +311,7 @@ def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
     best = min(pairs, key=lambda pair: pair.price_seconds)
     limit = best.price_seconds + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
     near = [p for p in pairs if p.price_seconds <= limit and (p.prefill is None) == (best.prefill is None)]
-    return near[min(int(tie * len(near)), len(near) - 1)], len(near)
+    return near[_draw(tie, len(near))[0]], len(near)
 
 
 def _reason(chosen: Pair, decode: WorkerView, prefills: Mapping[str, Candidate]) -> str:

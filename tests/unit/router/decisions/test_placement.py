@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
@@ -171,6 +172,26 @@ def test_near_equals_are_drawn_by_the_callers_number() -> None:
     workers = (p("p"), d("d1"), d("d2"), d("d3"))
     chosen = [placed(replace(ASK, tie=tie), *workers)[0] for tie in (0.0, 0.34, 0.67, 0.999)]
     assert chosen == ["d1", "d2", "d3", "d3"]
+
+
+def test_of_many_equals_every_pair_is_drawn_alike() -> None:
+    """More of them than the best few: the same few must not get everything."""
+    workers = [p(f"p{n}") for n in range(12)] + [d(f"d{n}") for n in range(12)]
+    draws = 12 * 12 * 4 * 4
+    found = Counter(placed(replace(ASK, tie=(n + 0.5) / draws), *workers) for n in range(draws))
+    for side in (0, 1):
+        each = Counter[str | None]()
+        for pair, count in found.items():
+            each[pair[side]] += count
+        assert set(each.values()) == {draws // 12}
+    assert len(found) == 144, "every pair has its chance"
+
+
+def test_near_equals_may_be_among_the_best_few_and_others_not() -> None:
+    cost = replace(COST, decode_base_seconds=COST.decode_base_seconds + 1e-7)
+    workers = [p("p"), *(d(f"d{n}", cost=cost) for n in range(8)), d("d8"), d("busy", load=Load(num_running=8))]
+    found = {placed(replace(ASK, tie=n / 500), *workers)[0] for n in range(500)}
+    assert found == {f"d{n}" for n in range(9)}
 
 
 def test_why_holds_what_it_takes_to_decide_again() -> None:
