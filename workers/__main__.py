@@ -6,14 +6,16 @@ or could not start, 2 wrong options.
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
 import time
+import traceback
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import click
 import uvloop
@@ -141,5 +143,21 @@ def _say_ready(info: WorkerInfo) -> None:
     print(f"ready {info.worker_id} {info.address}", flush=True)
 
 
+def _run_and_end() -> NoReturn:
+    """All is closed when main() is over, but for threads that sit in calls of a communication library which never return:
+    an ordinary end of the interpreter aborts over them, and the exit code is lost."""
+    code: int | str | None = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 if __name__ == "__main__":
-    main()
+    _run_and_end()
