@@ -133,13 +133,24 @@ class Stage:
         await self.spawn(name, old.process.generation + 1)
         await self.until_ready()
 
-    async def until_handed_over(self) -> None:
-        """The prefill worker is asked again: after failures it is passed over for a while."""
+    @asynccontextmanager
+    async def decoding(self, *faults: Any, step_seconds: float = 0.02) -> AsyncIterator[None]:
+        """The decode worker is busy with two slow streams, so that it leaves prompts to the prefill worker: whom a
+        prefill would hold up is what decides it. The `faults` are in force on it once that is so."""
+        slow = Fault(point="step", action="delay", seconds=step_seconds)
+        await self.d0.faults(slow)
+        live = [await self.ask(f"live{number}", 5, max_tokens=500, stream=True) for number in range(2)]
 
         async def handed_over() -> bool:
-            return prefilled_by(await self.ask("probe", 20, max_tokens=2, seed=1)) == "p0"
+            return prefilled_by(await self.ask("probe", 20, max_tokens=2)) == "p0"
 
-        await until(handed_over, 30)
+        try:
+            await until(handed_over, 30)
+            await self.d0.faults(slow, *faults)
+            yield
+        finally:
+            for stream in live:
+                await stream.close()
 
     async def samples(self, url: str) -> Samples:
         """What is exposed there, by (name, value of its one label)."""

@@ -12,31 +12,23 @@ pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), py
 
 
 async def test_case_60_a_prefill_worker_that_drains_stays_until_its_pins_are_pulled(stage: Stage) -> None:
-    await stage.until_handed_over()
     expected = text_of(await stage.ask("drained", 60))
     await stage.reset_caches()
-    slow, pause = Fault(point="step", action="delay", seconds=0.02), Fault(point="pull", action="pause")
-    await stage.d0.faults(slow)
-    # Whom a prefill would hold up is what makes the decode worker leave it to the other.
-    live = [await stage.ask(f"live{number}", 5, max_tokens=300, stream=True) for number in range(2)]
-    await stage.d0.faults(slow, pause)
-    asking = asyncio.create_task(stage.ask("drained", 60))
+    async with stage.decoding(Fault(point="pull", action="pause")):
+        asking = asyncio.create_task(stage.ask("drained", 60))
 
-    async def pinned() -> bool:
-        samples = await stage.worker_samples("p0")
-        return samples[metrics.KV_BLOCKS, "pinned"] >= 7
+        async def pinned() -> bool:
+            return (await stage.worker_samples("p0"))[metrics.KV_BLOCKS, "pinned"] >= 7
 
-    await until(pinned)
-    stage.p0.kill(signal.SIGTERM)
+        await until(pinned)
+        stage.p0.kill(signal.SIGTERM)
 
-    async def draining() -> bool:
-        return bool((await stage.p0.describe()).draining)
+        async def draining() -> bool:
+            return bool((await stage.p0.describe()).draining)
 
-    await until(draining)
-    await stage.d0.faults()
-    for stream in live:
-        await stream.close()
-    answer = await asking
+        await until(draining)
+        await stage.d0.faults()
+        answer = await asking
     assert text_of(answer) == expected
     assert prefilled_by(answer) == "p0"
     assert await asyncio.wait_for(stage.p0.process.process.wait(), 10) == 0
