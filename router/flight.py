@@ -252,6 +252,7 @@ class Flight:
             local_prefill_max_tokens=local_prefill_max_tokens,
             prefill=self.placed.prefill.target if self.placed is not None and self.placed.prefill else None,
             traceparent=job.traceparent,
+            offer_held=self.placed is not None and self.placed.pulls,
         )
 
 

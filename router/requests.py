@@ -350,8 +350,8 @@ class Requests:
     def _note_truth(self, flight: Flight, now: float) -> None:
         """What the index said of the worker that prefilled, against what that worker found."""
         placed, prediction = flight.placed, flight.prediction
-        if placed is None or prediction is None:
-            return
+        if placed is None or prediction is None or placed.pulls:
+            return  # what is pulled from another cache says nothing of this one's entries
         # A decode worker with little left to compute does it itself, whatever the placement.
         source = placed.prefill if placed.prefill is not None and flight.was_handed_off else placed.decode
         _PREDICTED.labels(source.worker_id).inc(prediction.cached_tokens.get(source.worker_id, 0))

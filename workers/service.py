@@ -28,6 +28,7 @@ from workers.faults import Faults
 from workers.handoff.messages import PeerHello
 from workers.handoff.peers import Peers
 from workers.handoff.puller import Puller
+from workers.handoff.reads import Reads
 from workers.handoff.tickets import Source
 from workers.identity import Identity
 from workers.intake import Intake, RouterSession
@@ -107,13 +108,8 @@ class Worker:
             pin_seconds=handoff.pin_seconds,
             faults=faults,
         )
-        self._puller = Puller(
-            self._engine,
-            self._peers,
-            transfer_seconds=handoff.transfer_seconds,
-            faults=faults,
-            on_read=self._meters.read,
-        )
+        reads = Reads(self._engine, transfer_seconds=handoff.transfer_seconds, faults=faults, on_read=self._meters.read)
+        self._puller = Puller(self._engine, self._peers, reads, transfer_seconds=handoff.transfer_seconds)
         self._intake = Intake(
             self._engine,
             self._puller,
@@ -121,7 +117,7 @@ class Worker:
             answer_seconds=min(ANSWER_SECONDS, handoff.transfer_seconds),
             on_failure=self._meters.handoff_failed,
         )
-        self._source = Source(self._engine)
+        self._source = Source(self._engine, reads)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()

@@ -18,6 +18,7 @@ from workers.handoff.messages import PeerHello
 from workers.handoff.tickets import Source
 from workers.intake import Intake, Placed, RouterSession
 from workers.kv.layout import ModelShape
+from workers.kv.links.base import PeerRanks
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 class _PullerStream:
     """What waits to be sent to one decode worker."""
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: PeerRanks) -> None:
         self.peer = peer
         self.outbox: asyncio.Queue[transfer_pb2.SourceMessage | None] = asyncio.Queue()
 
@@ -213,7 +214,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         if first.WhichOneof("kind") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with hello")
         peer = messages.hello_from_pb(first.hello)
-        stream = _PullerStream(peer.worker_id)
+        stream = _PullerStream(peer.ranks)
         stream.send(transfer_pb2.SourceMessage(hello=messages.hello_to_pb(self._hello)))
         listening = asyncio.create_task(self._listen(stream, peer, request_iterator))
         try:
@@ -235,7 +236,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         except StopAsyncIteration:
             pass
         except TimeoutError:
-            log.warning("%s was silent for %g s: its stream is closed", stream.peer, self._silent_seconds)
+            log.warning("%s was silent for %g s: its stream is closed", stream.peer.worker_id, self._silent_seconds)
         finally:
             stream.outbox.put_nowait(None)
 
@@ -248,8 +249,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
                 try:
                     if refused is not None:
                         raise refused
-                    request, held_blocks, router_id = wire.ticket_from_pb(message.ticket)
-                    self._source.ticket(stream, request, held_blocks, router_id)
+                    self._source.ticket(stream, wire.ticket_from_pb(message.ticket))
                 except HeadraceError as error:
                     stream.send(messages.source_abort(key, error))
                 except ValueError as error:
@@ -266,7 +266,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             case "renew":
                 self._source.renew(stream, wire.key_from_pb(message.renew.key), heard=not message.renew.unheard)
             case kind:
-                log.warning("%s sent %s, which says nothing here", stream.peer, kind)
+                log.warning("%s sent %s, which says nothing here", stream.peer.worker_id, kind)
 
     def _refusal(self, peer: PeerHello) -> IncompatiblePeer | None:
         try:

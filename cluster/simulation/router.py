@@ -186,6 +186,7 @@ class VirtualRouter:
             seconds_left=self._limits.request_seconds - (self._time.now - flight.served.arrived_at),
             local_prefill_max_tokens=self._limits.local_prefill_max_tokens,
             prefill=placed.prefill.target if placed.prefill is not None else None,
+            offer_held=placed.pulls,
         )
         self._say(self._workers[placed.decode.worker_id].submit, request)
 

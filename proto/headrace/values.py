@@ -165,6 +165,7 @@ class Request:
     local_prefill_max_tokens: int = 0
     prefill: PrefillTarget | None = None
     traceparent: str = ""
+    offer_held: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -174,6 +175,17 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request as its decode worker gives it to a prefill worker. The first `held_blocks` full blocks are not announced;
+    `offered` are these, as (block, epoch) in the decode worker's pool, when the prefill worker may read them."""
+
+    request: Request
+    held_blocks: int
+    router_id: str = ""
+    offered: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

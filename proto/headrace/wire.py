@@ -22,6 +22,7 @@ from headrace.values import (
     Role,
     SamplingParams,
     SequenceOutput,
+    Ticket,
     Timeline,
     TokenLogprobs,
     Usage,
@@ -97,6 +98,7 @@ def request_to_pb(r: Request) -> worker_pb2.Submit:
         local_prefill_max_tokens=r.local_prefill_max_tokens,
         prefill=prefill_to_pb(r.prefill) if r.prefill else None,
         traceparent=r.traceparent,
+        offer_held=r.offer_held,
     )
 
 
@@ -113,11 +115,13 @@ def request_from_pb(pb: worker_pb2.Submit) -> Request:
         local_prefill_max_tokens=pb.local_prefill_max_tokens,
         prefill=prefill_from_pb(pb.prefill) if pb.HasField("prefill") else None,
         traceparent=pb.traceparent,
+        offer_held=pb.offer_held,
     )
 
 
-def ticket_to_pb(r: Request, held_blocks: int, router_id: str) -> transfer_pb2.Ticket:
-    """A request as its decode worker hands it to a prefill worker: what the prompt and its first tokens depend on."""
+def ticket_to_pb(ticket: Ticket) -> transfer_pb2.Ticket:
+    """Of the request: what the prompt and its first tokens depend on."""
+    r = ticket.request
     return transfer_pb2.Ticket(
         key=key_to_pb(r.key),
         prompt_token_ids=pack_tokens(r.prompt_token_ids),
@@ -127,14 +131,15 @@ def ticket_to_pb(r: Request, held_blocks: int, router_id: str) -> transfer_pb2.T
         cache_salt=r.cache_salt,
         priority=r.priority,
         seconds_left=r.seconds_left,
-        held_blocks=held_blocks,
+        held_blocks=ticket.held_blocks,
         traceparent=r.traceparent,
-        router_id=router_id,
+        router_id=ticket.router_id,
+        offered_blocks=[block for block, _ in ticket.offered],
+        offered_epochs=[epoch for _, epoch in ticket.offered],
     )
 
 
-def ticket_from_pb(pb: transfer_pb2.Ticket) -> tuple[Request, int, str]:
-    """(request, held blocks, router id)."""
+def ticket_from_pb(pb: transfer_pb2.Ticket) -> Ticket:
     request = Request(
         key=key_from_pb(pb.key),
         prompt_token_ids=tuple(unpack_tokens(pb.prompt_token_ids)),
@@ -146,7 +151,8 @@ def ticket_from_pb(pb: transfer_pb2.Ticket) -> tuple[Request, int, str]:
         seconds_left=pb.seconds_left if pb.HasField("seconds_left") else None,
         traceparent=pb.traceparent,
     )
-    return request, pb.held_blocks, pb.router_id
+    offered = tuple(zip(pb.offered_blocks, pb.offered_epochs, strict=True))
+    return Ticket(request, pb.held_blocks, pb.router_id, offered)
 
 
 def compatibility_to_pb(c: Compatibility) -> worker_pb2.Compatibility:

@@ -4,10 +4,13 @@
 
 All prices are seconds. A pair's price is what everyone waits because of it: the request's time to its first token,
 its output at the predicted TPOT, and, where the decode worker prefills by itself, the stall of those it decodes.
+
+Where decode holds more of the prompt than prefill there are three ways: prefill computes it again, prefill pulls it from
+decode, decode does the rest alone. The first two are one pair, at the lower of their prices.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import ceil
 from typing import Literal
@@ -58,7 +61,8 @@ class Candidate:
 
 @dataclass(slots=True)
 class Pair:
-    """A priced way to run the request; `prefill` None: the decode worker prefills alone."""
+    """A priced way to run the request; `prefill` None: the decode worker prefills alone. `pulled_tokens`: what the prefill
+    worker reads of the decode worker's cache, before it computes the rest."""
 
     decode: str
     prefill: str | None
@@ -67,6 +71,7 @@ class Pair:
     tpot_seconds: float
     stall_seconds: float
     price_seconds: float
+    pulled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,18 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """`prefill_tokens`: what the prefilling worker is expected to compute; `cached_tokens`: what it has."""
+    """`prefill_tokens`: what the prefilling worker is expected to compute; `cached_tokens`: what it has, or pulls."""
 
     decode: WorkerView
     prefill: WorkerView | None
     cached_tokens: int
     prefill_tokens: int
     why: Why
+
+    @property
+    def pulls(self) -> bool:
+        """The prefill worker is to pull what the decode worker holds and it lacks."""
+        return self.prefill is not None and self.why.chosen is not None and self.why.chosen.pulled_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     decode = workers[chosen.decode]
     prefill = workers[chosen.prefill] if chosen.prefill is not None else None
     cached = (decodes[chosen.decode] if chosen.prefill is None else prefills[chosen.prefill]).cached_tokens
+    cached += chosen.pulled_tokens
     why = Why(ask, candidates, tuple(pairs), chosen, num_near_equals, _reason(chosen, decode, prefills))
     return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, why)
 
@@ -269,9 +280,27 @@ def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partn
 
 
 def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate) -> Pair:
-    exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, on_prefill)
-    ttft = max(on_prefill.wait_seconds, on_decode.wait_seconds) + on_prefill.prefill_seconds + exposed
-    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, exposed, 0.0)
+    pulled, pull_seconds, after = _pulled(ask, decode, on_decode, prefill, on_prefill)
+    exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, after)
+    wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
+    ttft = wait + pull_seconds + after.prefill_seconds + exposed
+    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, pull_seconds + exposed, 0.0, pulled)
+
+
+def _pulled(
+    ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate
+) -> tuple[int, float, Candidate]:
+    """Where decode holds more than prefill: what prefill pulls of it, in how long, and what it is a candidate with then.
+    Nothing, where computing it is no slower. It is the decode worker that knows how fast the two read each other."""
+    block_size = decode.hash_class.block_size
+    held = min(on_decode.cached_tokens, (ask.num_prompt_tokens - 1) // block_size * block_size)
+    missing = held - on_prefill.cached_tokens
+    if missing > 0:
+        seconds = decode.cost.transfer_seconds(missing // block_size * decode.info.capacity.block_bytes)
+        compute = prefill.cost.prefill_seconds(ask.num_prompt_tokens - held, held)
+        if seconds + compute < on_prefill.prefill_seconds:
+            return missing, seconds, replace(on_prefill, cached_tokens=held, prefill_seconds=compute)
+    return 0, 0.0, on_prefill
 
 
 def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
@@ -281,10 +310,17 @@ def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
 
 
 def _price(
-    ask: Ask, decode: WorkerView, prefill: str | None, tpot: float, ttft: float, transfer: float, stall: float
+    ask: Ask,
+    decode: WorkerView,
+    prefill: str | None,
+    tpot: float,
+    ttft: float,
+    transfer: float,
+    stall: float,
+    pulled: int = 0,
 ) -> Pair:
     price = ttft + tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS) + stall
-    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price)
+    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price, pulled)
 
 
 def _exposed_transfer_seconds(
@@ -307,10 +343,17 @@ def _exposed_transfer_seconds(
 
 def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
     """Reports are up to half a second old: near-equals are drawn, or every router would pile onto the same one.
-    Near is near in what depends on the workers' queues and caches; a hand-off and none are never equal."""
+    Near is near in what depends on the workers' queues and caches; a hand-off and none are never equal, and one that pulls
+    more than the best is not: its price holds the time, not the room that a second copy takes in a cache."""
     best = min(pairs, key=lambda pair: pair.price_seconds)
     limit = best.price_seconds + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
-    near = [p for p in pairs if p.price_seconds <= limit and (p.prefill is None) == (best.prefill is None)]
+    near = [
+        p
+        for p in pairs
+        if p.price_seconds <= limit
+        and (p.prefill is None) == (best.prefill is None)
+        and p.pulled_tokens <= best.pulled_tokens
+    ]
     return near[_draw(tie, len(near))[0]], len(near)
 
 

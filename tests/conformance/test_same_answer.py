@@ -199,6 +199,38 @@ async def test_cached_prefixes_change_nothing(cluster: Cluster, first: str, shar
         assert got.timeline.blocks_moved == 5
 
 
+@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("prefill", PREFILLS)
+async def test_what_only_decode_holds_is_pulled_by_prefill_and_not_computed(
+    cluster: Cluster, prefill: str, decode: str
+) -> None:
+    """The next turn of a conversation: its history is on the decode worker alone, and much is new. Blocks go both ways."""
+    held = 3 * BLOCK
+    for length in (held + 1, held + CHUNK + 5):
+        request = replace(a_request(length, salt=41), cache_salt=f"offer-{prefill}{decode}{length}")
+        history = replace(request, prompt_token_ids=(*request.prompt_token_ids[:held], 5))
+        assert (await cluster.ask(decode, history)).error is None
+        got = await cluster.ask(decode, replace(request, offer_held=True), prefill)
+        cluster.same(got, await cluster.alone(request), f"{prefill}→{decode}, {held} of {length} tokens offered")
+        assert got.usage is not None
+        assert got.timeline is not None
+        assert (got.usage.cached_tokens, got.timeline.prefill_worker) == (held, prefill)
+        assert got.timeline.blocks_moved == blocks_of(length) - held // BLOCK
+
+
+async def test_a_broken_pull_of_an_offer_is_computed_to_the_same_answer(cluster: Cluster) -> None:
+    held = 3 * BLOCK
+    for at in (0, 2):
+        request = replace(a_request(held + CHUNK, salt=42), cache_salt=f"offer-broken-{at}")
+        history = replace(request, prompt_token_ids=(*request.prompt_token_ids[:held], 5))
+        assert (await cluster.ask("f21", history)).error is None
+        async with cluster.fault("e22", "transfer.block", "raise", at=at, times=1):
+            got = await cluster.ask("f21", replace(request, offer_held=True), "e22")
+        cluster.same(got, await cluster.alone(request), f"the pull of an offer fails at block {at}")
+        assert got.usage is not None
+        assert (got.usage.cached_tokens, got.lost) == (0, [])
+
+
 async def test_case_23_the_first_token_can_be_the_last(cluster: Cluster) -> None:
     probe = replace(a_request(19, salt=8), cache_salt="eos")
     first = (await cluster.alone(probe)).tokens[0][0]

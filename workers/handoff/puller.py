@@ -11,17 +11,17 @@ source hears Release or Abort; blocks that a rank may still write into stay quar
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace import wire
 from headrace.errors import LinkClosed, TransferFailed
 from headrace.v1 import transfer_pb2
-from headrace.values import PrefillTarget, Request, RequestKey, SequenceOutput
+from headrace.values import PrefillTarget, Request, RequestKey, SequenceOutput, Ticket
 from workers.engine import Engine
-from workers.faults import Faults
 from workers.handoff.peers import Conversation, PeerLink, Peers
-from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.handoff.reads import Reads
+from workers.kv.links.base import PeerRanks
 from workers.scheduling.scheduler import ChunkDone, Expected
 
 
@@ -70,16 +70,14 @@ class Puller:
         self,
         engine: Engine,
         peers: Peers,
+        reads: Reads,
         *,
         transfer_seconds: float,
-        faults: Faults | None = None,
-        on_read: Callable[[int, float], None] | None = None,
     ) -> None:
         self._engine = engine
         self.peers = peers
+        self._reads = reads
         self._transfer_seconds = transfer_seconds
-        self._faults = faults or Faults()
-        self._on_read = on_read
         self._claimants: dict[RequestKey, asyncio.Future[Expected]] = {}
         self.num_handoffs = 0
 
@@ -93,7 +91,9 @@ class Puller:
         expected = await self._claim(key)
         link, ranks = await self.peers.link(target)
         with link.conversation(key) as talk:
-            link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(request, expected.held_blocks, router_id)))
+            offered = self._engine.scheduler.incoming.held_blocks(key) if request.offer_held else ()
+            ticket = Ticket(request, expected.held_blocks, router_id, offered)
+            link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
             announced = Announced(expected)
             while True:
                 todo = announced.take(await self._next(talk))
@@ -151,22 +151,19 @@ class Puller:
     async def _read(self, link: PeerLink, ranks: PeerRanks, key: RequestKey, todo: ToRead) -> None:
         targets = await self._allocate(key, len(todo.blocks))
         async with link.reading:
-            await self._meet_faults(todo)
+            await self._reads.meet_faults(todo.first_block, len(todo.blocks))
             try:
-                receipt = await self._execute(ranks, todo, targets)
+                receipt = await self._reads.read(ranks, todo.blocks, targets)
             except LinkClosed:
                 # Another request's trouble closes the link that both read over; the peer may be well.
                 if not link.alive:
                     raise
-                receipt = await self._execute(ranks, todo, targets)
+                receipt = await self._reads.read(ranks, todo.blocks, targets)
         self._engine.scheduler.incoming.landed(key, len(targets))
         self._engine.scheduler.incoming.note_transfer(
             key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes
         )
-        self._engine.add_transfer(receipt.num_bytes, receipt.seconds)
         link.num_bytes += receipt.num_bytes
-        if self._on_read:
-            self._on_read(receipt.num_bytes, receipt.seconds)
 
     async def _allocate(self, key: RequestKey, num_blocks: int) -> tuple[tuple[int, int], ...]:
         try:
@@ -180,44 +177,6 @@ class Puller:
             ) from None
         self._engine.changed()
         return targets
-
-    async def _execute(self, ranks: PeerRanks, todo: ToRead, targets: tuple[tuple[int, int], ...]) -> PullReceipt:
-        """Reads the blocks. A caller that goes away does not end the read: its target blocks stay quarantined until it
-        is over, which a read that takes too long is by having its link closed under it."""
-        executor, scheduler = self._engine.executor, self._engine.scheduler
-        pulls = [
-            BlockPull(source, epoch, target, target_epoch)
-            for (source, epoch), (target, target_epoch) in zip(todo.blocks, targets, strict=True)
-        ]
-        quarantine = scheduler.incoming.begin_pull(targets)
-        reading = asyncio.wrap_future(executor.pull(ranks, pulls))
-        late = asyncio.get_running_loop().call_later(self._transfer_seconds, executor.close_links, ranks.key)
-
-        def over(reading: asyncio.Future[PullReceipt]) -> None:
-            late.cancel()
-            scheduler.incoming.end_pull(quarantine)
-            self._engine.changed()
-            if not reading.cancelled():
-                reading.exception()
-
-        reading.add_done_callback(over)
-        started = self._engine.clock.now()
-        try:
-            return await asyncio.shield(reading)
-        except LinkClosed as error:
-            if self._engine.clock.now() - started < self._transfer_seconds:
-                raise
-            raise TransferFailed(
-                f"{len(pulls)} blocks of {ranks.worker_id} did not come within {self._transfer_seconds:g} s",
-                seconds=self._transfer_seconds,
-            ) from error
-
-    async def _meet_faults(self, todo: ToRead) -> None:
-        whole = await self._faults.reach("pull")
-        part = await self._faults.reach("transfer.block", todo.first_block, len(todo.blocks))
-        if not (whole and part):
-            await asyncio.sleep(self._transfer_seconds)
-            raise TransferFailed(f"fault: blocks from {todo.first_block} on never came")
 
     # -- the end
 

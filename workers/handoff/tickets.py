@@ -1,43 +1,60 @@
 """The prefill side of a hand-off: tickets that decode workers send, announced chunk by chunk, pinned until pulled.
 
+Blocks that a ticket offers are read before it queues: what the cache lacks of them need not be computed. When that fails,
+whatever the reason, the ticket queues as it is, and they are.
+
 What one decode worker may keep pinned is bounded in the scheduler, which lets the tickets of others pass; here is who
 waits for what. Every ticket ends in one cancel of the scheduler: released, aborted, overdue, or its stream gone.
 """
 
+import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.errors import DeadlineExceeded, Draining, HeadraceError, TransferFailed
 from headrace.v1 import transfer_pb2
-from headrace.values import Request, RequestKey
+from headrace.values import RequestKey, Ticket
 from workers.engine import Engine
 from workers.handoff.messages import announce, source_abort
+from workers.handoff.reads import Reads
+from workers.kv.links.base import PeerRanks
+from workers.scheduling.adopting import Adoption
 from workers.scheduling.scheduler import ChunkDone
+
+log = logging.getLogger(__name__)
 
 
 class PullerStream(Protocol):
     """The stream to one decode worker, as the source sees it. `peer` is the worker behind it."""
 
     @property
-    def peer(self) -> str: ...
+    def peer(self) -> PeerRanks: ...
 
     def send(self, message: transfer_pb2.SourceMessage) -> None:
         """Queues; never waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    key: RequestKey
+@dataclass(slots=True, eq=False)
+class _Live:
+    """`adopting`: the read of what it offers; until that is over the scheduler does not know it."""
+
+    ticket: Ticket
     stream: PullerStream
-    router_id: str
+    adopting: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.ticket.request.key
 
 
 class Source:
     """Owns the tickets by request id, one attempt of each. Everything happens on the engine's event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, reads: Reads) -> None:
         self._engine = engine
-        self._tickets: dict[str, _Ticket] = {}
+        self._reads = reads
+        self._tickets: dict[str, _Live] = {}
         self.draining = False
         self.num_handoffs = 0
 
@@ -47,11 +64,11 @@ class Source:
 
     def keys_of_router(self, router_id: str) -> list[RequestKey]:
         """The tickets for this router's requests."""
-        return [ticket.key for ticket in self._tickets.values() if ticket.router_id == router_id]
+        return [live.key for live in self._tickets.values() if live.ticket.router_id == router_id]
 
-    def ticket(self, stream: PullerStream, request: Request, held_blocks: int, router_id: str) -> None:
+    def ticket(self, stream: PullerStream, ticket: Ticket) -> None:
         """Takes the ticket, or answers with Abort. A newer attempt ends the older one; an older one is told off."""
-        key = request.key
+        key = ticket.request.key
         known = self._tickets.get(key.request_id)
         try:
             if self.draining:
@@ -60,11 +77,42 @@ class Source:
                 if known.key.attempt >= key.attempt:
                     raise TransferFailed(f"attempt {known.key.attempt} of {key.request_id} is here, {key.attempt} came")
                 self._end(known)
-            self._engine.scheduler.ticket(request, held_blocks, self._engine.clock.now(), stream.peer)
         except HeadraceError as error:
             stream.send(source_abort(key, error))
             return
-        self._tickets[key.request_id] = _Ticket(key, stream, router_id)
+        live = self._tickets[key.request_id] = _Live(ticket, stream)
+        adoption = self._engine.scheduler.adopting.begin(ticket.request, len(ticket.offered))
+        if adoption is None:
+            self._queue(live)
+        else:
+            live.adopting = asyncio.create_task(self._adopt(live, adoption), name=f"offer of {key}")
+            live.adopting.add_done_callback(lambda task: self._adopted(live, adoption, task))
+            self._engine.changed()
+
+    def _queue(self, live: _Live) -> None:
+        ticket = live.ticket
+        try:
+            self._engine.scheduler.ticket(
+                ticket.request, ticket.held_blocks, self._engine.clock.now(), live.stream.peer.worker_id
+            )
+        except HeadraceError as error:
+            self._lost(live.key, error)
+        self._engine.changed()
+
+    async def _adopt(self, live: _Live, adoption: Adoption) -> None:
+        await self._reads.meet_faults(adoption.first, len(adoption.targets))
+        offered = live.ticket.offered[adoption.first : len(adoption.chain)]
+        await self._reads.read(live.stream.peer, offered, adoption.targets)
+
+    def _adopted(self, live: _Live, adoption: Adoption, task: asyncio.Task[None]) -> None:
+        """A callback, not a `finally`: a task that is cancelled before its first step never enters its body."""
+        live.adopting = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.warning("what %s offered for %s is computed: %s", live.stream.peer.worker_id, live.key, error)
+        self._engine.scheduler.adopting.finish(adoption, landed=not task.cancelled() and error is None)
+        if self._tickets.get(live.key.request_id) is live:
+            self._queue(live)
         self._engine.changed()
 
     def release(self, key: RequestKey) -> None:
@@ -97,7 +145,7 @@ class Source:
     def pin_ended(self, key: RequestKey) -> None:
         self._lost(key, TransferFailed(f"{key.request_id}: neither pulled nor renewed in time, its blocks are free"))
 
-    def _find(self, key: RequestKey) -> _Ticket | None:
+    def _find(self, key: RequestKey) -> _Live | None:
         ticket = self._tickets.get(key.request_id)
         return ticket if ticket is not None and ticket.key == key else None
 
@@ -109,7 +157,9 @@ class Source:
         ticket.stream.send(source_abort(key, error))
         return True
 
-    def _end(self, ticket: _Ticket) -> None:
+    def _end(self, ticket: _Live) -> None:
         del self._tickets[ticket.key.request_id]
+        if ticket.adopting is not None:
+            ticket.adopting.cancel()
         self._engine.scheduler.release(ticket.key, self._engine.clock.now())
         self._engine.changed()

@@ -53,7 +53,7 @@ class Admission:
             kind,
             order=self._num_seen,
             now=now,
-            hasher=self._hasher(request.adapter, request.cache_salt),
+            hasher=self.hasher(request.adapter, request.cache_salt),
             eos_token_ids=self._eos_token_ids,
             max_context_tokens=self._limits.max_context_tokens,
             peer=peer,
@@ -90,7 +90,8 @@ class Admission:
                 raise InvalidRequest.out_of_range("prompt token id", bad, f"from 0 to {self._vocab_size - 1}")
             request.sampling.check_vocabulary(self._vocab_size)
 
-    def _hasher(self, adapter: str, cache_salt: str) -> BlockHasher:
+    def hasher(self, adapter: str, cache_salt: str) -> BlockHasher:
+        """That of one cache domain; the last used are kept."""
         domain = (adapter, cache_salt)
         hasher = self._hashers.get(domain)
         if hasher is None:

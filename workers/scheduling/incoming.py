@@ -81,6 +81,11 @@ class Incoming:
         self._backlog.started(state)
         return outlook
 
+    def held_blocks(self, key: RequestKey) -> tuple[tuple[int, int], ...]:
+        """What claim() found of its prompt here, as (block, epoch): held until the request runs, or begins again."""
+        state = self._claimed(key)
+        return tuple((block, self._ledger.epoch(block)) for block in state.trunk.blocks[: state.held_blocks])
+
     def allocate(self, key: RequestKey, num_blocks: int) -> tuple[tuple[int, int], ...] | None:
         """Blocks for an announcement, as (block, epoch); None when the pool has none just now (ask again later)."""
         state = self._claimed(key)

@@ -14,8 +14,8 @@ A request is one of three things here:
 Every way out ends in the ledger's release, once. What is in flight (one step ahead) is freed only after its step.
 
 The parts: `sequence` (one request, one sample), `admission` and `backlog` (who comes in, who waits, who starts),
-`incoming` (hand-offs to here), `running` (rows and blocks of what runs), `batch` (plans and their results), `outcomes`
-(what comes out), `blocks` (the ledger).
+`incoming` (hand-offs to here), `adopting` (blocks offered with a ticket), `running` (rows and blocks of what runs),
+`batch` (plans and their results), `outcomes` (what comes out), `blocks` (the ledger).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +24,7 @@ from headrace.blocks import BlockHasher
 from headrace.errors import InvalidRequest
 from headrace.values import BlockCounts, Load, Request, RequestKey
 from workers.scheduling.admission import Admission
+from workers.scheduling.adopting import Adopting
 from workers.scheduling.batch import Batch
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.incoming import Incoming
@@ -37,7 +38,7 @@ __all__ = ["ChunkDone", "Expected", "FirstToken", "Scheduler", "SchedulerLimits"
 
 class Scheduler:
     """Owns all requests, and their sequences and rows through its Batch; holds blocks through the ledger it was given.
-    `incoming` answers for requests that are expected.
+    `incoming` answers for requests that are expected, `adopting` for blocks that are offered with a ticket.
 
     `make_hasher(adapter, cache_salt)` makes the hasher of one cache domain. `max_context_tokens` of the limits counts
     prompt and output together.
@@ -60,6 +61,7 @@ class Scheduler:
         self._backlog = self._admission.backlog
         self._requests: dict[RequestKey, RequestState] = {}
         self.incoming = Incoming(limits, self._requests, self._running, self._backlog, self._end)
+        self.adopting = Adopting(self._running, self._admission.hasher)
         self._next_deadline = float("inf")
 
     # -- intake: each raises Overloaded (backlog full) or InvalidRequest (would not fit an empty pool), changing nothing

@@ -19,7 +19,7 @@ class Port:
 
 @dataclass(slots=True)
 class Link:
-    """What one decode worker reads from one prefill worker. A read takes the link's latency and, once both ports are
+    """What one worker reads from another. A read takes the link's latency and, once both ports are
     free, its bytes at the link's bandwidth."""
 
     time: VirtualTime

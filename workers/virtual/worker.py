@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.blocks import BlockHasher
 from headrace.errors import HeadraceError
 from headrace.keys import EventBatch
-from headrace.values import LoadReport, Request, RequestKey, Role, SequenceOutput, WorkerInfo
+from headrace.values import LoadReport, Request, RequestKey, Role, SequenceOutput, Ticket, WorkerInfo
 from workers.publish import BATCH_SECONDS, Log
 from workers.scheduling.blocks import Holding
 from workers.scheduling.scheduler import ChunkDone, StepEvents
@@ -167,7 +167,9 @@ class VirtualWorker:
             if incoming.may_claim(key):
                 del self._claimants[key]
                 held_blocks = incoming.claim(key).held_blocks
-                self._say(handoff.source.ticket, self, replace(handoff.request, key=key), held_blocks)
+                num_offered = held_blocks if handoff.request.offer_held else 0
+                ticket = Ticket(replace(handoff.request, key=key), held_blocks)
+                self._say(handoff.source.ticket, self, ticket, num_offered)
 
     def announced(self, chunk: ChunkDone) -> None:
         handoff = self._handoffs.get(chunk.key)
@@ -215,10 +217,6 @@ class VirtualWorker:
         if not targets:
             self._end_read(handoff)
             return
-        link = self._links.get(handoff.source.worker_id)
-        if link is None:
-            link = Link(self._time, self._machine.cost, handoff.source.outgoing, self.incoming)
-            self._links[handoff.source.worker_id] = link
         num_bytes = len(targets) * self._machine.block_bytes
         pulls: list[Holding] = []
 
@@ -237,7 +235,13 @@ class VirtualWorker:
                 self._end_read(handoff)
             self._go_on()
 
-        link.read(num_bytes, begin, end)
+        self._link_from(handoff.source).read(num_bytes, begin, end)
+
+    def _link_from(self, source: "VirtualWorker") -> Link:
+        link = self._links.get(source.worker_id)
+        if link is None:
+            link = self._links[source.worker_id] = Link(self._time, self._machine.cost, source.outgoing, self.incoming)
+        return link
 
     def _end_read(self, handoff: _HandOff) -> None:
         handoff.todo = None
@@ -271,13 +275,36 @@ class VirtualWorker:
 
     # -- the prefill side of a hand-off
 
-    def ticket(self, puller: "VirtualWorker", request: Request, held_blocks: int) -> None:
-        try:
-            self.scheduler.ticket(request, held_blocks, self._time.now, puller.worker_id)
-        except HeadraceError as error:
-            self._say(puller.aborted, request.key, error)
+    def ticket(self, puller: "VirtualWorker", ticket: Ticket, num_offered: int) -> None:
+        """What it offers is read before it queues."""
+        key = ticket.request.key
+        self._tickets[key] = puller
+        adoption = self.scheduler.adopting.begin(ticket.request, num_offered)
+        if adoption is None:
+            self._queue(puller, ticket)
             return
-        self._tickets[request.key] = puller
+        num_bytes = len(adoption.targets) * self._machine.block_bytes
+
+        def begin() -> bool:
+            if key not in self._tickets:
+                self.scheduler.adopting.finish(adoption, landed=False)
+            return key in self._tickets
+
+        def end(seconds: float) -> None:
+            self.scheduler.adopting.finish(adoption, landed=True)
+            self.engine.fit.add_transfer(num_bytes, seconds)
+            if key in self._tickets:
+                self._queue(puller, ticket)
+
+        self._link_from(puller).read(num_bytes, begin, end)
+
+    def _queue(self, puller: "VirtualWorker", ticket: Ticket) -> None:
+        request = ticket.request
+        try:
+            self.scheduler.ticket(request, ticket.held_blocks, self._time.now, puller.worker_id)
+        except HeadraceError as error:
+            del self._tickets[request.key]
+            self._say(puller.aborted, request.key, error)
         self._go_on()
 
     def release(self, key: RequestKey) -> None:

@@ -25,13 +25,17 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import worker_pb2 as headrace_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/v1/transfer.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"-\n\x0cRankEndpoint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xf0\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\rcompatibility\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.Compatibility\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12,\n\tendpoints\x18\x07 \x03(\x0b\x32\x19.headrace.v1.RankEndpoint\x12\x0c\n\x04node\x18\x08 \x01(\t\"\xa2\x02\n\x06Ticket\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.WorkerSampling\x12\t\n\x01n\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x19\n\x0cseconds_left\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bheld_blocks\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x11\n\trouter_id\x18\x0b \x01(\tB\x0f\n\r_seconds_left\"/\n\x07Release\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\">\n\x05Renew\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x0f\n\x07unheard\x18\x02 \x01(\x08\"U\n\x05\x41\x62ort\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12&\n\x06reason\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ErrorInfo\"\x06\n\x04\x42\x65\x61t\"\xfd\x01\n\rPullerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.headrace.v1.LinkHelloH\x00\x12%\n\x06ticket\x18\x02 \x01(\x0b\x32\x13.headrace.v1.TicketH\x00\x12\'\n\x07release\x18\x03 \x01(\x0b\x32\x14.headrace.v1.ReleaseH\x00\x12#\n\x05renew\x18\x04 \x01(\x0b\x32\x12.headrace.v1.RenewH\x00\x12#\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x12!\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x11.headrace.v1.BeatH\x00\x42\x06\n\x04kind\"V\n\nFirstToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\'\n\x08logprobs\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Logprobs\"\xf1\x01\n\x08\x41nnounce\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\x06\x62locks\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x04 \x03(\x04\x42\x02\x10\x01\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12-\n\x0c\x66irst_tokens\x18\x06 \x03(\x0b\x32\x17.headrace.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x01\"\xb3\x01\n\rSourceMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.headrace.v1.LinkHelloH\x00\x12)\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x15.headrace.v1.AnnounceH\x00\x12#\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x12!\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x11.headrace.v1.BeatH\x00\x42\x06\n\x04kind2N\n\x08Transfer\x12\x42\n\x04Link\x12\x1a.headrace.v1.PullerMessage\x1a\x1a.headrace.v1.SourceMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace/v1/transfer.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"-\n\x0cRankEndpoint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xf0\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x31\n\rcompatibility\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.Compatibility\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.headrace.v1.Layout\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12,\n\tendpoints\x18\x07 \x03(\x0b\x32\x19.headrace.v1.RankEndpoint\x12\x0c\n\x04node\x18\x08 \x01(\t\"\xda\x02\n\x06Ticket\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.headrace.v1.WorkerSampling\x12\t\n\x01n\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x19\n\x0cseconds_left\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bheld_blocks\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x11\n\trouter_id\x18\x0b \x01(\t\x12\x1a\n\x0eoffered_blocks\x18\x0c \x03(\rB\x02\x10\x01\x12\x1a\n\x0eoffered_epochs\x18\r \x03(\x04\x42\x02\x10\x01\x42\x0f\n\r_seconds_left\"/\n\x07Release\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\">\n\x05Renew\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x0f\n\x07unheard\x18\x02 \x01(\x08\"U\n\x05\x41\x62ort\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12&\n\x06reason\x18\x02 \x01(\x0b\x32\x16.headrace.v1.ErrorInfo\"\x06\n\x04\x42\x65\x61t\"\xfd\x01\n\rPullerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.headrace.v1.LinkHelloH\x00\x12%\n\x06ticket\x18\x02 \x01(\x0b\x32\x13.headrace.v1.TicketH\x00\x12\'\n\x07release\x18\x03 \x01(\x0b\x32\x14.headrace.v1.ReleaseH\x00\x12#\n\x05renew\x18\x04 \x01(\x0b\x32\x12.headrace.v1.RenewH\x00\x12#\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x12!\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x11.headrace.v1.BeatH\x00\x42\x06\n\x04kind\"V\n\nFirstToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\'\n\x08logprobs\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Logprobs\"\xf1\x01\n\x08\x41nnounce\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.headrace.v1.RequestKey\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\x06\x62locks\x18\x03 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x04 \x03(\x04\x42\x02\x10\x01\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12-\n\x0c\x66irst_tokens\x18\x06 \x03(\x0b\x32\x17.headrace.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\t \x01(\x01\"\xb3\x01\n\rSourceMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.headrace.v1.LinkHelloH\x00\x12)\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x15.headrace.v1.AnnounceH\x00\x12#\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x12.headrace.v1.AbortH\x00\x12!\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x11.headrace.v1.BeatH\x00\x42\x06\n\x04kind2N\n\x08Transfer\x12\x42\n\x04Link\x12\x1a.headrace.v1.PullerMessage\x1a\x1a.headrace.v1.SourceMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TICKET'].fields_by_name['offered_blocks']._loaded_options = None
+  _globals['_TICKET'].fields_by_name['offered_blocks']._serialized_options = b'\020\001'
+  _globals['_TICKET'].fields_by_name['offered_epochs']._loaded_options = None
+  _globals['_TICKET'].fields_by_name['offered_epochs']._serialized_options = b'\020\001'
   _globals['_ANNOUNCE'].fields_by_name['blocks']._loaded_options = None
   _globals['_ANNOUNCE'].fields_by_name['blocks']._serialized_options = b'\020\001'
   _globals['_ANNOUNCE'].fields_by_name['epochs']._loaded_options = None
@@ -41,23 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKHELLO']._serialized_start=117
   _globals['_LINKHELLO']._serialized_end=357
   _globals['_TICKET']._serialized_start=360
-  _globals['_TICKET']._serialized_end=650
-  _globals['_RELEASE']._serialized_start=652
-  _globals['_RELEASE']._serialized_end=699
-  _globals['_RENEW']._serialized_start=701
-  _globals['_RENEW']._serialized_end=763
-  _globals['_ABORT']._serialized_start=765
-  _globals['_ABORT']._serialized_end=850
-  _globals['_BEAT']._serialized_start=852
-  _globals['_BEAT']._serialized_end=858
-  _globals['_PULLERMESSAGE']._serialized_start=861
-  _globals['_PULLERMESSAGE']._serialized_end=1114
-  _globals['_FIRSTTOKEN']._serialized_start=1116
-  _globals['_FIRSTTOKEN']._serialized_end=1202
-  _globals['_ANNOUNCE']._serialized_start=1205
-  _globals['_ANNOUNCE']._serialized_end=1446
-  _globals['_SOURCEMESSAGE']._serialized_start=1449
-  _globals['_SOURCEMESSAGE']._serialized_end=1628
-  _globals['_TRANSFER']._serialized_start=1630
-  _globals['_TRANSFER']._serialized_end=1708
+  _globals['_TICKET']._serialized_end=706
+  _globals['_RELEASE']._serialized_start=708
+  _globals['_RELEASE']._serialized_end=755
+  _globals['_RENEW']._serialized_start=757
+  _globals['_RENEW']._serialized_end=819
+  _globals['_ABORT']._serialized_start=821
+  _globals['_ABORT']._serialized_end=906
+  _globals['_BEAT']._serialized_start=908
+  _globals['_BEAT']._serialized_end=914
+  _globals['_PULLERMESSAGE']._serialized_start=917
+  _globals['_PULLERMESSAGE']._serialized_end=1170
+  _globals['_FIRSTTOKEN']._serialized_start=1172
+  _globals['_FIRSTTOKEN']._serialized_end=1258
+  _globals['_ANNOUNCE']._serialized_start=1261
+  _globals['_ANNOUNCE']._serialized_end=1502
+  _globals['_SOURCEMESSAGE']._serialized_start=1505
+  _globals['_SOURCEMESSAGE']._serialized_end=1684
+  _globals['_TRANSFER']._serialized_start=1686
+  _globals['_TRANSFER']._serialized_end=1764
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,7 @@ class LinkHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., compatibility: _Optional[_Union[_worker_pb2.Compatibility, _Mapping]] = ..., layout: _Optional[_Union[_worker_pb2.Layout, _Mapping]] = ..., num_kv_heads: _Optional[int] = ..., num_layers: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent", "router_id")
+    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent", "router_id", "offered_blocks", "offered_epochs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,8 @@ class Ticket(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     prompt_token_ids: bytes
     sampling: _worker_pb2.WorkerSampling
@@ -59,7 +61,9 @@ class Ticket(_message.Message):
     held_blocks: int
     traceparent: str
     router_id: str
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ...) -> None: ...
+    offered_blocks: _containers.RepeatedScalarFieldContainer[int]
+    offered_epochs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., offered_blocks: _Optional[_Iterable[int]] = ..., offered_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("key",)

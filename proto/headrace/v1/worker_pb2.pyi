@@ -163,7 +163,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "local_prefill_max_tokens", "prefill", "traceparent")
+    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "local_prefill_max_tokens", "prefill", "traceparent", "offer_held")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class Submit(_message.Message):
     LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    OFFER_HELD_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_token_ids: bytes
     sampling: WorkerSampling
@@ -186,7 +187,8 @@ class Submit(_message.Message):
     local_prefill_max_tokens: int
     prefill: PrefillTarget
     traceparent: str
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    offer_held: bool
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., offer_held: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key",)

@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from headrace.values import (
     Role,
     SamplingParams,
     SequenceOutput,
+    Ticket,
     Timeline,
     TokenLogprobs,
     Usage,
@@ -63,6 +64,7 @@ requests = st.builds(
     local_prefill_max_tokens=st.integers(0, 100),
     prefill=st.none()
     | st.builds(PrefillTarget, worker_id=st.text(max_size=4), generation=st.just(3), address=st.just("a")),
+    offer_held=st.booleans(),
 )
 
 
@@ -72,14 +74,26 @@ def test_a_request_survives_the_wire(request: Request) -> None:
     assert wire.request_from_pb(sent) == request
 
 
-@given(requests, st.integers(0, 9), st.text(max_size=4))
-def test_a_ticket_carries_all_that_first_tokens_depend_on(request: Request, held: int, router: str) -> None:
-    sent = transfer_pb2.Ticket.FromString(wire.ticket_to_pb(request, held, router).SerializeToString())
-    got, got_held, got_router = wire.ticket_from_pb(sent)
-    assert (got_held, got_router) == (held, router)
-    left_at_home = {"prefill", "local_prefill_max_tokens"}
+blocks = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**63)), max_size=4).map(tuple)
+
+
+@given(requests, st.integers(0, 9), st.text(max_size=4), blocks)
+def test_a_ticket_carries_all_that_first_tokens_depend_on(
+    request: Request, held: int, router: str, offered: tuple[tuple[int, int], ...]
+) -> None:
+    ticket = Ticket(request, held, router, offered)
+    got = wire.ticket_from_pb(transfer_pb2.Ticket.FromString(wire.ticket_to_pb(ticket).SerializeToString()))
+    assert replace(got, request=request) == ticket
+    left_at_home = {"prefill", "local_prefill_max_tokens", "offer_held"}
     for name in {f.name for f in fields(Request)} - left_at_home:
-        assert getattr(got, name) == getattr(request, name), name
+        assert getattr(got.request, name) == getattr(request, name), name
+
+
+def test_an_offer_whose_blocks_and_epochs_do_not_match_is_refused() -> None:
+    pb = wire.ticket_to_pb(Ticket(Request(RequestKey("r"), (1, 2), SamplingParams(max_tokens=1)), 1, "", ((4, 5),)))
+    pb.offered_epochs.append(6)
+    with pytest.raises(ValueError, match="zip"):
+        wire.ticket_from_pb(pb)
 
 
 OUTPUTS = [

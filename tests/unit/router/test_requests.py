@@ -355,6 +355,9 @@ async def test_case_10_client_errors_never_eject_a_worker() -> None:
         assert on.requests.view().workers[0].ejected_until == 0.0
 
 
+TRUTH = (metrics.PREDICTED_CACHED_TOKENS, metrics.ACTUAL_CACHED_TOKENS)
+
+
 def promise(on: Stage, worker: NullWorker, tokens: Sequence[int]) -> None:
     """Lets the index say that the worker holds these."""
     same = worker.info.compatibility
@@ -395,6 +398,34 @@ async def test_a_worker_that_lacks_what_its_index_promises_is_routed_by_load_alo
         assert counted_on == [399, 399, 399, 0]
         assert metric(metrics.INDEX_FALLBACKS, reason="distrusted") == before + 1
         assert metric(metrics.INDEX_ERROR, worker="liar") > 0.9
+
+
+async def test_what_decode_holds_is_offered_to_prefill_and_is_no_news_of_the_index() -> None:
+    prefill = NullWorker(worker_info("p", Role.PREFILL, block_size=4))
+    decode = NullWorker(worker_info("d", Role.DECODE, block_size=4))
+    async with prefill, decode, stage(prefill, decode) as on:
+        promise(on, prefill, ())
+        promise(on, decode, range(200))
+        task, request = await begin(on, decode, prompt=400)
+        assert (request.prefill, request.offer_held) == (None, False), "an idle decode worker does the rest alone"
+        decode.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(400, 1, 200))
+        await task
+        decode.report(Load(num_running=20, context_tokens=400))
+        await on.until(lambda: on.sessions.find("d").report is not None)  # type: ignore[union-attr]
+        before = [metric(name, worker="p") for name in TRUTH]
+        task, request = await begin(on, decode, prompt=400)
+        assert request.prefill is not None
+        assert request.offer_held
+        decode.emit(
+            request.key,
+            ids("a"),
+            num_generated=1,
+            finish=LENGTH,
+            usage=Usage(400, 1, 200),
+            timeline=Timeline(prefill_worker="p"),
+        )
+        await task
+        assert [metric(name, worker="p") for name in TRUTH] == before
 
 
 async def test_an_equal_prompt_follows_one_that_is_computed_before_its_blocks_are_known() -> None:

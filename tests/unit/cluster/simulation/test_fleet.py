@@ -234,3 +234,19 @@ def test_paced_cold_prompts_are_spread_evenly_over_idle_workers() -> None:
     for role in ("prefill", "decode"):
         counts = Counter(getattr(served, role) for served in tally.served)
         assert sum((counts[f"{role}-{n}"] - 40) ** 2 / 40 for n in range(10)) < 21.7, f"{role}: {counts}"
+
+
+def test_what_decode_holds_is_pulled_by_a_prefill_worker_that_lacks_it() -> None:
+    """Three prompts of one history: of two at once the second goes to the prefill worker that never saw it."""
+    rows = [
+        TraceRow(0, 0.0, 1200, 60, (7, 8)),
+        TraceRow(1, 30.0, 1200, 60, (7, 8)),
+        TraceRow(2, 30.0, 1200, 60, (7, 8)),
+    ]
+    simulation, tally = run(fleet(decode=1), rows)
+    first, *turns = sorted(tally.served, key=lambda served: served.number)
+    assert {served.prefill for served in turns} == {"prefill-0", "prefill-1"}
+    assert [served.cached_tokens for served in (first, *turns)] == [0, 1024, 1024]
+    for worker in simulation.workers.values():
+        counts = worker.scheduler.counts()
+        assert counts.free + counts.cached == counts.total

@@ -112,6 +112,44 @@ def test_decode_prefills_alone_where_it_holds_more_than_any_prefill_worker() -> 
     assert placed(ask, p("p"), holds_more_but_stalls_many) == ("d", "p")
 
 
+def test_what_decode_holds_and_prefill_lacks_is_pulled_where_that_is_quicker_than_to_compute_it() -> None:
+    """Three ways: prefill computes all, prefill pulls and computes the rest, decode does the rest alone."""
+    ask = Ask(num_prompt_tokens=4096, max_tokens=100, cached_tokens={"d": 2048, "p": 512})
+    busy = Load(num_running=8, context_tokens=8000)
+
+    def chosen(decode: WorkerView) -> tuple[str | None, int, int, int]:
+        placement = place(ask, View((p("p"), decode)), 0.0)
+        assert isinstance(placement, Placed)
+        assert placement.why.chosen is not None
+        assert placement.pulls == (placement.why.chosen.pulled_tokens > 0)
+        prefill = placement.why.chosen.prefill
+        return prefill, placement.why.chosen.pulled_tokens, placement.cached_tokens, placement.prefill_tokens
+
+    assert chosen(d("d")) == (None, 0, 2048, 2048)
+    assert chosen(d("d", load=busy)) == ("p", 1536, 2048, 2048)
+    slow_link = replace(COST, transfer_bytes_per_second=1e5)
+    assert chosen(d("d", load=busy, cost=slow_link)) == ("p", 0, 512, 3584)
+
+
+def test_what_one_prefill_worker_holds_is_not_pulled_by_another_that_is_as_good_as_equal() -> None:
+    quick = replace(COST, transfer_base_seconds=1e-6, transfer_bytes_per_second=1e12)
+    ask = Ask(num_prompt_tokens=4096, max_tokens=100, cached_tokens={"d": 2048, "p1": 2048})
+    busy = d("d", load=Load(num_running=8, context_tokens=8000), cost=quick)
+    for tie in (0.0, 0.5, 0.99):
+        assert placed(replace(ask, tie=tie), p("p1"), p("p2"), busy) == ("d", "p1")
+    queue = Load(waiting_prefill_tokens=4000)
+    assert placed(ask, p("p1", load=queue), p("p2"), busy) == ("d", "p2")
+
+
+def test_a_prompt_that_decode_holds_whole_leaves_prefill_its_last_block_to_compute() -> None:
+    ask = Ask(num_prompt_tokens=1024, max_tokens=100, cached_tokens={"d": 1024})
+    placement = place(ask, View((p("p"), d("d", load=Load(num_running=60, context_tokens=1)))), 0.0)
+    assert isinstance(placement, Placed)
+    assert placement.why.chosen is not None
+    pair = next(pair for pair in placement.why.pairs if pair.prefill == "p")
+    assert pair.pulled_tokens == 1024 - 32
+
+
 def test_without_prefill_workers_decode_prefills_alone_and_why_says_so() -> None:
     placement = place(ASK, View((d("d"), p("gone", draining=True))), 0.0)
     assert isinstance(placement, Placed)
