@@ -267,9 +267,8 @@ class Intake:
         """Gives back all that the request holds; a hand-off under way when its task has ended."""
         self._forget(live)
         self._puller.give_up(live.key)
-        if live.task is not None:
-            live.task.cancel()
-        else:
+        # A task that has just ended cannot be cancelled any more, though its callback has yet to come.
+        if live.task is None or not live.task.cancel():
             self._engine.scheduler.cancel(live.key, self._engine.clock.now())
             self._engine.changed()
 

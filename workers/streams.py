@@ -181,6 +181,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 except TimeoutError:
                     continue
         log.warning("router %s was silent for %g s: its session is closed", session.router_id, SILENT_SECONDS)
+        # Here, and not where the stream ends: a frozen router reads nothing, so what is being sent may never be over.
+        self._intake.close_session(session)
         session.end()
 
 

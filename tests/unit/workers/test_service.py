@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
@@ -15,10 +16,11 @@ from headrace.errors import (
     WorkerLost,
 )
 from headrace.v1 import control_pb2, worker_pb2, worker_pb2_grpc
-from headrace.values import FinishReason, RequestKey, Role
+from headrace.values import PROTOCOL_VERSION, FinishReason, RequestKey, Role
 from tests.session import open_session
 from tests.unit.workers.memory import VOCAB, MemoryExecutor
 from tests.unit.workers.rig import ENGINE, IDENTITY, Rig, a_request, a_worker
+from workers import streams
 from workers.service import serve
 from workers.spec import WorkerSpec
 
@@ -164,6 +166,31 @@ async def test_case_44_a_closed_session_ends_its_requests() -> None:
         await kept.end()
         assert len(kept.tokens[0]) == 40
         await rig.idle()
+
+
+async def test_a_frozen_router_holds_nothing_though_it_takes_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not read, so the message that is being sent to it never ends, and neither does its stream."""
+    monkeypatch.setattr(streams, "SILENT_SECONDS", 0.05)
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+
+    async def frozen() -> AsyncIterator[worker_pb2.RouterMessage]:
+        yield worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="r0", protocol_version=PROTOCOL_VERSION))
+        yield worker_pb2.RouterMessage(submit=wire.request_to_pb(a_request()))
+        yield worker_pb2.RouterMessage(ping=worker_pb2.Ping(nonce=1))
+        await asyncio.get_running_loop().create_future()
+
+    async with a_worker(executor=executor) as rig:
+        stream = rig.worker._sessions.Session(frozen(), None)
+        assert (await anext(stream)).HasField("hello")
+        while not rig.worker.num_requests:
+            await rig.worker.changed()
+        async with asyncio.timeout(10):
+            while rig.worker.num_requests:
+                await rig.worker.changed()
+        executor.go_steps.set()
+        await rig.idle()
+        await stream.aclose()
 
 
 async def test_a_load_report_tells_total_and_own() -> None:

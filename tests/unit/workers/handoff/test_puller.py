@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from headrace.errors import (
     TransferFailed,
 )
 from headrace.v1 import control_pb2
-from headrace.values import FinishReason, PrefillTarget, RequestKey, Role
+from headrace.values import FinishReason, PrefillTarget, RequestKey, Role, SequenceOutput
 from tests.session import Answer, Router
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
@@ -31,6 +32,7 @@ from tests.unit.workers.rig import (
 )
 from workers.handoff.puller import Announced
 from workers.scheduling.scheduler import ChunkDone, Expected
+from workers.streams import RouterStream
 
 Fault = control_pb2.Fault
 
@@ -98,6 +100,32 @@ async def test_many_at_once_are_answered_as_alone() -> None:
             tokens, finishes, *_ = said(await answer.end())  # type: ignore[misc]
             assert (tokens, finishes) == oracle[:2], request.key  # type: ignore[index]
         await both_idle(prefill, decode)
+
+
+class Leaving(RouterStream):
+    """A session that ends its request as soon as it hears of it: before whatever else waits for its turn."""
+
+    def __init__(self, cancel: Callable[[RouterStream], None]) -> None:
+        super().__init__("r0")
+        self._cancel = cancel
+        self.heard = asyncio.Event()
+
+    def send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        if not self.heard.is_set():
+            self.heard.set()
+            asyncio.get_running_loop().call_soon(self._cancel, self)
+
+
+async def test_case_3_a_request_that_is_cancelled_in_the_moment_of_its_arrival_is_not_computed_for_nobody() -> None:
+    """Its hand-off is over by then, and nobody has taken note of that."""
+    async with a_pair() as (prefill, decode):
+        asked = a_request(length=21, max_tokens=200, prefill=prefill.target)
+        intake = decode.worker._intake
+        session = Leaving(lambda session: intake.cancel(session, asked.key))
+        intake.submit(session, asked)
+        await asyncio.wait_for(session.heard.wait(), 10)
+        await both_idle(prefill, decode)
+        assert decode.executor.num_steps < 20
 
 
 async def test_what_decode_holds_is_not_moved_again() -> None:
