@@ -89,7 +89,7 @@ async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: 
 def make_edge(config: ClusterConfig, models: Models, core: Core) -> Edge:
     return Edge(
         models,
-        JobMaker(config.limits, lambda: secrets.randbits(64)),
+        JobMaker(config.limits, lambda: secrets.randbits(64), lambda: reach(core)),
         core.requests,
         SystemClock(),
         unready=lambda: unready(core),
@@ -104,6 +104,11 @@ def unready(core: Core) -> str | None:
     if any(worker.role.decodes and not worker.draining for worker in workers):
         return None
     return f"no worker that decodes is connected ({len(workers)} connected in all)"
+
+
+def reach(core: Core) -> int | None:
+    """The longest context of a worker that decodes; None when none is connected."""
+    return max((worker.max_context_tokens for worker in core.requests.view().workers if worker.decodes), default=None)
 
 
 async def _drained(edge: Edge, changed: asyncio.Event, signals: "asyncio.Queue[signal.Signals]") -> None:

@@ -8,7 +8,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.errors import HeadraceError, NoWorkers, Overloaded
+from headrace.errors import HeadraceError, InvalidRequest, NoWorkers, Overloaded
 from router.decisions.view import View
 
 WORKER_BACKLOG = 8
@@ -32,7 +32,7 @@ class Queued:
 class Shed:
     """The request is refused, with the time after which a retry has a chance."""
 
-    reason: Literal["queue_full", "no_workers"]
+    reason: Literal["queue_full", "no_workers", "too_many_samples"]
     retry_after_seconds: float
     error: HeadraceError
 
@@ -66,8 +66,15 @@ class Admission:
 
     def offer(self, name: str, *, num_sequences: int, priority: int, view: View, now: float) -> Decision:
         """Decides on a new request. A Queued one stays until `admit` names it or `leave` is called."""
-        if not any(worker.role.decodes and not worker.draining for worker in view.workers):
+        most = max(
+            (worker.max_num_seqs for worker in view.workers if worker.decodes and not worker.draining), default=0
+        )
+        if not most:
             return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
+        if num_sequences > most:
+            # It would wait until nothing runs, hold up all behind it, and then be refused.
+            allowed = f"at most {most}, as many as a worker runs at once"
+            return Shed("too_many_samples", 0.0, InvalidRequest.out_of_range("n", num_sequences, allowed))
         if not self._waiting and self._fits(num_sequences, free_slots(view) - self._num_promised, view):
             self._promise(num_sequences, now)
             return Admitted()

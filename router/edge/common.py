@@ -80,6 +80,9 @@ class Edge:
         """The id of a request: the client's own, else a new one. Between processes it has a name of the router's."""
         return check_client_id(client_id) or self._draw_id()
 
+    def max_context_tokens(self, model: ServedModel) -> int:
+        return self._jobs.max_context_tokens(model)
+
     def unready(self) -> str | None:
         """Why this router should get no new requests, or None."""
         return "draining" if self._draining else self._unready()
@@ -109,6 +112,7 @@ class Edge:
                 raise InvalidRequest.out_of_range("prompt", prompt, "at least 1 character")
             return await encode(model, check_text("prompt", prompt), add_special_tokens=True)
         if isinstance(prompt, list):
+            self._jobs.check_room(model, len(prompt))
             return check_token_ids("prompt", prompt, model.vocab_size)
         raise InvalidRequest.out_of_range("prompt", prompt, "a string or a list of token ids")
 

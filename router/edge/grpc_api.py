@@ -99,7 +99,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         return inference_pb2.ListModelsResponse(
             models=[
-                inference_pb2.Model(id=model.name, revision=model.revision, max_context_tokens=model.max_context_tokens)
+                inference_pb2.Model(
+                    id=model.name, revision=model.revision, max_context_tokens=self._edge.max_context_tokens(model)
+                )
                 for model in self._edge.models
             ]
         )

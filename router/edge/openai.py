@@ -81,7 +81,7 @@ class OpenAi:
             "created": self._started,
             "owned_by": "headrace",
             "root": model.revision,
-            "max_model_len": model.max_context_tokens,
+            "max_model_len": self._edge.max_context_tokens(model),
         }
 
     async def chat(self, request: Request) -> sse.Answer:

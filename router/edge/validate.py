@@ -56,11 +56,20 @@ class Envelope:
 
 
 class JobMaker:
-    """Makes Jobs within the configured limits. `draw_seed` gives 0 ≤ seed < 2⁶⁴."""
+    """Makes Jobs within the configured limits. `draw_seed` gives 0 ≤ seed < 2⁶⁴. `reach` gives the longest context that
+    a worker serves just now, None when there is none: less than the checkpoint names where its attention is windowed,
+    more where its rotation is stretched."""
 
-    def __init__(self, limits: LimitsConfig, draw_seed: Callable[[], int]) -> None:
+    def __init__(
+        self, limits: LimitsConfig, draw_seed: Callable[[], int], reach: Callable[[], int | None] = lambda: None
+    ) -> None:
         self._limits = limits
         self._draw_seed = draw_seed
+        self._reach = reach
+
+    def max_context_tokens(self, model: ServedModel) -> int:
+        """What prompt and answer may have together: the workers' word, else the checkpoint's."""
+        return self._reach() or model.max_context_tokens
 
     def make(
         self,
@@ -72,7 +81,7 @@ class JobMaker:
         continues: bool = False,
     ) -> Job:
         """A Job, or InvalidRequest. `continues` as in Job."""
-        _check_room(model, len(prompt_token_ids))
+        self.check_room(model, len(prompt_token_ids))
         prompt = check_token_ids("prompt", prompt_token_ids, model.vocab_size)
         max_tokens = self._max_tokens(model, len(prompt), asked.max_tokens)
         given = {name: _number(name, getattr(asked, name)) for name in _NUMBERS if getattr(asked, name) is not None}
@@ -103,9 +112,20 @@ class JobMaker:
             continues=continues,
         )
 
+    def check_room(self, model: ServedModel, num_prompt_tokens: int) -> None:
+        """Before its ids are looked at: a prompt that is far too long must not cost the time that it takes to check it."""
+        limit = self.max_context_tokens(model)
+        if num_prompt_tokens >= limit:
+            raise ContextLengthExceeded(
+                f"prompt must leave room for an answer in the context of {limit} tokens, got {num_prompt_tokens} tokens",
+                field="prompt",
+                limit=limit,
+                actual=num_prompt_tokens,
+            )
+
     def _max_tokens(self, model: ServedModel, num_prompt_tokens: int, asked: Any) -> int:
         """What was asked for, when prompt and answer fit the context; else the room there is, up to the default."""
-        limit = model.max_context_tokens
+        limit = self.max_context_tokens(model)
         room = limit - num_prompt_tokens
         if asked is not None:
             asked = _integer("max_tokens", asked, 1, None)
@@ -124,18 +144,6 @@ class JobMaker:
         if asked is None:
             return self._draw_seed()
         return _integer("seed", asked, -(SEEDS // 2), SEEDS - 1) % SEEDS
-
-
-def _check_room(model: ServedModel, num_prompt_tokens: int) -> None:
-    """Before its ids are looked at: a prompt that is far too long must not cost the time that it takes to check it."""
-    limit = model.max_context_tokens
-    if num_prompt_tokens >= limit:
-        raise ContextLengthExceeded(
-            f"prompt must leave room for an answer in the context of {limit} tokens, got {num_prompt_tokens} tokens",
-            field="prompt",
-            limit=limit,
-            actual=num_prompt_tokens,
-        )
 
 
 _NUMBERS = (

@@ -1,12 +1,13 @@
 """A real router process beside null workers: what tests of the edges stand on."""
 
 import asyncio
+import json
 import pathlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.null_worker import worker_info
 from tests.unit.router.checkpoints import byte_level, write
 
 START_SECONDS = 60.0
+CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class RunningRouter:
 def tiny_checkpoint(folder: pathlib.Path) -> pathlib.Path:
     """What a router reads of a checkpoint: words and limits."""
     write(folder, byte_level())
-    (folder / "config.json").write_text('{"max_position_embeddings": 4096, "vocab_size": 500}', encoding="utf-8")
+    shape = {"max_position_embeddings": CONTEXT, "vocab_size": 500}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return folder
 
 
@@ -43,7 +46,8 @@ def tokenizer_digest(folder: pathlib.Path) -> str:
 
 def null_info(folder: pathlib.Path, **changes: object):  # type: ignore[no-untyped-def]
     """A null worker's card that a router of this checkpoint accepts."""
-    return worker_info(tokenizer=tokenizer_digest(folder), **changes)  # type: ignore[arg-type]
+    info = worker_info(tokenizer=tokenizer_digest(folder), **changes)  # type: ignore[arg-type]
+    return replace(info, capacity=replace(info.capacity, max_context_tokens=CONTEXT))
 
 
 def sdk_of(router: RunningRouter, **options: Any) -> openai.AsyncOpenAI:

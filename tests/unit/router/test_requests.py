@@ -514,36 +514,38 @@ async def test_clients_that_leave_at_once_give_their_turns_to_those_behind_them(
 
 
 async def test_what_the_worker_has_ended_takes_no_place_though_its_client_does_not_read() -> None:
-    info = worker_info(max_num_seqs=1)
-    async with NullWorker(info) as worker, stage(worker, max_queue=4) as on:
-        unread = on.requests.stream(job("unread", n=1 + WORKER_BACKLOG))
+    n = WORKER_BACKLOG + 1
+    async with NullWorker(worker_info(max_num_seqs=n)) as worker, stage(worker, max_queue=4) as on:
+        unread = on.requests.stream(job("unread", n=n))
         first = asyncio.create_task(anext(unread))
         request = await asyncio.wait_for(worker.submits.get(), 10)
         worker.emit(request.key, ids("a"), num_generated=1)
         assert (await asyncio.wait_for(first, 10)).text == "a"
-        behind = asyncio.create_task(collect(on.requests.stream(job("behind"))))
-        for index in range(1 + WORKER_BACKLOG):
+        behind = asyncio.create_task(collect(on.requests.stream(job("behind", n=n))))
+        for index in range(n):
             worker.emit(request.key, ids("b"), num_generated=1 + (index == 0), index=index, finish=LENGTH)
         other = await asyncio.wait_for(worker.submits.get(), 10)
         assert worker.cancels.empty()
-        worker.emit(other.key, ids("c"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        for index in range(n):
+            worker.emit(other.key, ids("c"), num_generated=1, index=index, finish=LENGTH, usage=Usage(10))
         await asyncio.wait_for(behind, 10)
         rest = await collect(unread)
-        assert "".join(piece.text for piece in rest) == "b" * (1 + WORKER_BACKLOG)
+        assert "".join(piece.text for piece in rest) == "b" * n
 
 
 async def test_a_deadline_frees_the_place_of_a_request_whose_client_does_not_read() -> None:
-    info = worker_info(max_num_seqs=1)
-    async with NullWorker(info) as worker, stage(worker, max_queue=4) as on:
-        unread = on.requests.stream(job("unread", n=1 + WORKER_BACKLOG, seconds_left=0.2))
+    n = WORKER_BACKLOG + 1
+    async with NullWorker(worker_info(max_num_seqs=n)) as worker, stage(worker, max_queue=4) as on:
+        unread = on.requests.stream(job("unread", n=n, seconds_left=0.2))
         first = asyncio.create_task(anext(unread))
         request = await asyncio.wait_for(worker.submits.get(), 10)
         worker.emit(request.key, ids("a"), num_generated=1)
         await asyncio.wait_for(first, 10)
-        behind = asyncio.create_task(collect(on.requests.stream(job("behind"))))
+        behind = asyncio.create_task(collect(on.requests.stream(job("behind", n=n))))
         assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key
         other = await asyncio.wait_for(worker.submits.get(), 10)
-        worker.emit(other.key, ids("c"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        for index in range(n):
+            worker.emit(other.key, ids("c"), num_generated=1, index=index, finish=LENGTH, usage=Usage(10))
         await asyncio.wait_for(behind, 10)
         with pytest.raises(DeadlineExceeded):
             await collect(unread)

@@ -36,6 +36,19 @@ def test_silence_takes_the_defaults_and_a_drawn_seed(model: ServedModel) -> None
     assert (job.sampling.temperature, job.sampling.top_p, job.n, job.sampling.seed) == (1.0, 1.0, 1, 77)
 
 
+@pytest.mark.parametrize("reach", [8, 64])
+def test_the_context_is_what_workers_serve_not_what_the_checkpoint_names(model: ServedModel, reach: int) -> None:
+    """Windowed attention serves less, a stretched rotation more: max_tokens that nobody gave must fit either."""
+    jobs = JobMaker(LimitsConfig(default_max_tokens=100), draw_seed=lambda: 77, reach=lambda: reach)
+    job = jobs.make(model, PROMPT, Asked(), Envelope(request_id="r"))
+    assert job.sampling.max_tokens == reach - len(PROMPT)
+    jobs.make(model, PROMPT, Asked(max_tokens=reach - len(PROMPT)), Envelope(request_id="r"))
+    with pytest.raises(ContextLengthExceeded, match=f"context of {reach} tokens"):
+        jobs.make(model, PROMPT, Asked(max_tokens=reach - len(PROMPT) + 1), Envelope(request_id="r"))
+    with pytest.raises(ContextLengthExceeded, match=f"context of {reach} tokens"):
+        jobs.make(model, (5,) * reach, Asked(), Envelope(request_id="r"))
+
+
 def test_everything_that_is_asked_arrives(model: ServedModel) -> None:
     job = make(
         model,
