@@ -85,8 +85,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         try:
             self._authorise(context)
             model = self._edge.models.get(request.model)
-            token_ids = check_token_ids("token_ids", list(request.token_ids), model.vocab_size)
-            return inference_pb2.DetokenizeResponse(text=model.text.decode(token_ids))
+
+            def decoded() -> str:
+                return model.text.decode(check_token_ids("token_ids", list(request.token_ids), model.vocab_size))
+
+            text = await self._edge.parse(decoded, size=len(request.token_ids))
+            return inference_pb2.DetokenizeResponse(text=text)
         except Exception as error:
             await abort(context, error)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,7 +53,12 @@ class OpenAi:
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
             ],
-            exception_handlers={HeadraceError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+            exception_handlers={
+                HeadraceError: _refuse,
+                HTTPException: _refuse_http,
+                ClientDisconnect: _nobody_there,
+                Exception: _fail,
+            },
         )
         return _Gate(app, self._edge)
 
@@ -284,6 +289,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return http_error_response(error)
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    """The client hung up before its request was whole: this is for the server, which sends it nowhere."""
+    return Response(status_code=499)
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -8,8 +8,12 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace.clock import ManualClock
 from router.__main__ import _bind, _http_config, _HttpServer
 from router.edge import connections, sse
+from router.edge.openai import OpenAi
+from router.text.vocabulary import Text
+from tests.unit.router.scripted import Scripted, make_edge
 
 HEAD = b"GET / HTTP/1.1\r\nhost: router\r\n"
 
@@ -107,3 +111,25 @@ async def test_case_44_a_client_that_hangs_up_with_a_second_request_under_way_en
         await asyncio.wait_for(app.begun.wait(), 10)
         writer.transport.abort()
         await asyncio.wait_for(app.ended.wait(), 10)
+
+
+async def test_a_client_that_hangs_up_before_its_request_is_whole_is_no_failure(
+    tiny: Text, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = OpenAi(make_edge(tiny, Scripted(tiny), clock=clock), 10_000, lambda: 0.0).app()
+    ended = asyncio.Event()
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            ended.set()
+
+    async with connected(watched) as (reader, writer):
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: router\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+        )
+        assert b"100 Continue" in await asyncio.wait_for(reader.readline(), 10)
+        writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), 10)
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
