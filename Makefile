@@ -47,6 +47,9 @@ bench-stream: setup  ## what a router costs between a worker and 256 streams, be
 bench-router: setup  ## what the index and a placement cost, in time and memory (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_router --out docs/benchmarks/router-cpu.json $(if $(GATE),--gate)
 
+bench-sim: setup  ## 1,000 virtual workers and 100,000 requests on one core; hot prefixes and ties (GATE=1 fails on a miss)
+	$(PY)/python -m loadtests.bench_sim --out docs/benchmarks/sim-cpu.json $(if $(GATE),--gate)
+
 gpu-test:  ## the kernels, the engine and the links on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
@@ -64,4 +67,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host'
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: bench-gpu bench-handoff bench-router bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

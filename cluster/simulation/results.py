@@ -100,6 +100,7 @@ class Summary:
     hit_rate: float
     predicted_hit_rate: float
     placed_alone: int
+    num_placed: dict[str, int]
     balance: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
@@ -130,9 +131,19 @@ def summarise(policy: str, tally: Tally, slo: Slo) -> Summary:
         attainment=num_good / len(served) if served else 0.0,
         hit_rate=sum(one.cached_tokens for one in finished) / prompt_tokens if prompt_tokens else 0.0,
         predicted_hit_rate=sum(one.predicted_tokens for one in finished) / prompt_tokens if prompt_tokens else 0.0,
+        num_placed=_num_placed(tally),
         placed_alone=sum(one.prefill is None for one in finished),
         balance={role: balance for role, balance in balances if balance is not None},
     )
+
+
+def _num_placed(tally: Tally) -> dict[str, int]:
+    """Requests by worker, each at the worker that decodes it and the one that prefills it."""
+    counts = dict.fromkeys(tally.roles, 0)
+    for one in tally.served:
+        for worker_id in {one.decode, one.prefill} - {"", None}:
+            counts[str(worker_id)] += 1
+    return counts
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
