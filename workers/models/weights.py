@@ -16,6 +16,8 @@ from headrace.errors import CheckpointError
 from workers.models.checkpoint import Checkpoint
 
 Span = tuple[int, int]
+# What holds weights as they are. Others (FP8, INT8, …) are quantised: their values mean something with a scale alone.
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 LoadProgress = Callable[[int, int], None]
 
 
@@ -39,7 +41,7 @@ def no_progress(done: int, total: int) -> None:
 
 def load(checkpoint: Checkpoint, wanted: Iterable[Wanted], progress: LoadProgress = no_progress) -> None:
     """Fills every target; `progress` is told (tensors done, tensors wanted). CheckpointError names the file and the
-    tensor that is missing, cut short, or of another shape."""
+    tensor that is missing, cut short, of another shape, or quantised."""
     by_name: defaultdict[str, list[Wanted]] = defaultdict(list)
     for item in wanted:
         by_name[item.name].append(item)
@@ -68,6 +70,14 @@ def _fill(item: Wanted, stored: Any, path: str) -> None:
     if shape != item.shape:
         raise CheckpointError(
             f"{path}: tensor {item.name!r} must have shape {list(item.shape)}, got {list(shape)}",
+            file=path,
+            tensor=item.name,
+        )
+    dtype = stored.get_dtype()
+    if dtype not in PLAIN_DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {item.name!r} must be one of {', '.join(PLAIN_DTYPES)}, got {dtype}: quantised checkpoints "
+            "are not served",
             file=path,
             tensor=item.name,
         )

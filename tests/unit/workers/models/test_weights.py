@@ -63,6 +63,20 @@ def test_a_missing_tensor_is_named(folder: pathlib.Path) -> None:
         load(Checkpoint.open(folder), wanted)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")], ids=str
+)
+def test_a_quantised_tensor_is_named_not_read_without_its_scale(
+    folder: pathlib.Path, dtype: torch.dtype, name: str
+) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(64).to(dtype)
+    save_file(weights, folder / "model.safetensors")
+    wanted = [Wanted("model.norm.weight", (64,), torch.zeros(64), (0, 64))]
+    with pytest.raises(CheckpointError, match=f"tensor 'model.norm.weight' must be one of F64, .*got {name}"):
+        load(Checkpoint.open(folder), wanted)
+
+
 def test_a_tensor_of_another_shape_is_named(folder: pathlib.Path) -> None:
     wanted = [Wanted("model.norm.weight", (65,), torch.zeros(65), (0, 65))]
     complaint = "tensor 'model.norm.weight' must have shape [65], got [64]"
