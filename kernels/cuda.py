@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels import norm, silu_mul
-from kernels.dense_prefill import dense_prefill
+from kernels.dense_prefill import dense_prefill, prepare
 from kernels.ops import AttentionBatch
 from kernels.paged_decode import MATRIX_ROWS, DecodeScratch, paged_decode
 from kernels.paged_prefill import paged_prefill
@@ -18,30 +17,29 @@ from kernels.tuning import DecodeTile, Tuning, tuning_of
 
 MAX_DECODE_ROWS = 1024
 MANY_UNITS = 512  # rows × KV heads
-DENSE_FROM_TOKENS = 512  # below, the gather and its launches cost more than the faster kernel saves
+# Below, the gather and its launches cost more than the faster kernel saves. Of several prompts in a step the short ones
+# are better off together in one paged launch, which fills the device.
+DENSE_FROM_TOKENS = 512
+DENSE_AMONG_OTHERS_FROM_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRun:
-    """Neighbouring prefill rows of one length, each its whole context. Numbers count from the first prefill row."""
+class WholePrompt:
+    """A prefill row that is its whole context. Numbers count from the first prefill row."""
 
-    first_row: int
-    num_rows: int
+    row: int
     first_token: int
     num_tokens: int
 
 
-def whole_runs(lengths: Sequence[tuple[int, int]], least_tokens: int) -> list[WholeRun]:
-    """The longest runs of rows of `least_tokens` or more that are their whole context, in order."""
-    runs: list[WholeRun] = []
-    row = token = 0
-    for (tokens, context), rows in groupby(lengths):
-        num_rows = len(list(rows))
+def whole_prompts(lengths: Sequence[tuple[int, int]], least_tokens: int) -> list[WholePrompt]:
+    """The rows of `least_tokens` or more that are their whole context, in order."""
+    found, first = [], 0
+    for row, (tokens, context) in enumerate(lengths):
         if tokens == context >= least_tokens:
-            runs.append(WholeRun(row, num_rows, token, num_rows * tokens))
-        row += num_rows
-        token += num_rows * tokens
-    return runs
+            found.append(WholePrompt(row, first, tokens))
+        first += tokens
+    return found
 
 
 class CudaOps:
@@ -53,7 +51,7 @@ class CudaOps:
         device: torch.device,
         tuning: Tuning | None = None,
         num_multiprocessors: int | None = None,
-        dense_from_tokens: int = DENSE_FROM_TOKENS,
+        dense_from_tokens: tuple[int, int] = (DENSE_FROM_TOKENS, DENSE_AMONG_OTHERS_FROM_TOKENS),
     ) -> None:
         self._device = device
         self._dense_from = dense_from_tokens
@@ -92,24 +90,28 @@ class CudaOps:
         num_tokens, num_heads, head_dim = q_THE.shape
         num_kv_heads, decodes = pool.shape[1], batch.num_decodes
         self._check(num_heads, num_kv_heads, head_dim, decodes)
-        runs = whole_runs(batch.prefill_lengths, self._dense_from)
+        dense_from = self._dense_from[len(batch.prefill_lengths) > 1]
+        whole = whole_prompts(batch.prefill_lengths, dense_from)
         tables = batch.block_tables_RB[decodes:]
-        if len(runs) == 1 and runs[0].num_tokens == num_tokens:
-            return dense_prefill(q_THE, pool, layer, tables, scale)
+        if len(whole) == 1 and whole[0].num_tokens == num_tokens:
+            return dense_prefill(q_THE, pool, layer, tables[0], scale)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
             many = decodes * num_kv_heads >= MANY_UNITS
             tile = self._tuning.decode_many if many else self._tuning.decode
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
             paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
-        for run in runs:
-            here = slice(decodes + run.first_token, decodes + run.first_token + run.num_tokens)
-            rows = tables[run.first_row : run.first_row + run.num_rows]
-            out[here] = dense_prefill(q_THE[here], pool, layer, rows, scale)
-        if sum(run.num_rows for run in runs) < batch.contexts_R.shape[0] - decodes:
-            dense_from = self._dense_from if runs else None
-            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, dense_from)
+        for prompt in whole:
+            first = decodes + prompt.first_token
+            here = slice(first, first + prompt.num_tokens)
+            out[here] = dense_prefill(q_THE[here], pool, layer, tables[prompt.row], scale)
+        if len(whole) < batch.contexts_R.shape[0] - decodes:
+            whole_from = dense_from if whole else None
+            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, whole_from)
         return out
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
+        prepare(num_heads, num_kv_heads, head_dim, dtype, range(self._dense_from[0], most_tokens + 1), self._device)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         out = torch.empty(x_T2F.shape[0], x_T2F.shape[1] // 2, dtype=x_T2F.dtype, device=x_T2F.device)

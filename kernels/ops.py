@@ -8,7 +8,10 @@ L layers of this rank, P positions, B columns of the block table.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from kernels.noise import Keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,24 @@ class Ops(Protocol):
         it already). A row's token j (0-based of q tokens, context c) sees positions 0 … c − q + j. Returns [T, H, E]."""
         ...
 
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
+        """Makes what attention over whole prompts of up to `most_tokens` would make on first use, for the calling
+        thread."""
+        ...
+
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         """silu(x[:, :F]) · x[:, F:]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawNumbers:
+    """What S draws depend on beside their logits, on the device. Temperature 0 is greedy; off are min_p 0, top_k 0
+    (int32) and top_p 1. `filtered`: whether any of these is on."""
+
+    keys: Keys
+    temperature_S: Tensor
+    min_p_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    filtered: bool

@@ -24,6 +24,7 @@ from kernels.tuning import DecodeTile
 
 LOG2_E = 1.4426950408889634
 MATRIX_ROWS = 16
+ROWS_HELD = (16, 64, 256, 1024)  # each is a kernel to compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def paged_decode(
         S=size,
         C=tile.tokens,
         I=tile.merged,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=next((held for held in ROWS_HELD if held >= num_rows), triton.next_power_of_2(num_rows)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

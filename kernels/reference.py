@@ -45,6 +45,9 @@ class ReferenceOps:
         layer_NK2SE[block, :, 1, offset] = v_TKE.to(pool.dtype)
         return _rotate(q_THE, cos_T1F, sin_T1F)
 
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
+        pass
+
     def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
         out_THE = torch.zeros_like(q_THE)
         starts, contexts = batch.starts_R1.tolist(), batch.contexts_R.tolist()

@@ -45,6 +45,29 @@ def sample(
     _choose[(num_draws,)](best_SP, token_SP, out_S, parts, PARTS=shared["PARTS"])
 
 
+def largest(logits_SV: Tensor, out_S: Tensor, tile: RowTile) -> None:
+    """Writes the ids (int64) of the largest logits to `out_S`; of equals, the lowest."""
+    num_draws, vocabulary = logits_SV.shape
+    parts = triton.cdiv(vocabulary, tile.elements)
+    best_SP = torch.empty(num_draws, parts, dtype=torch.float32, device=logits_SV.device)
+    token_SP = torch.empty(num_draws, parts, dtype=torch.int32, device=logits_SV.device)
+    _greedy[(parts, num_draws)](
+        logits_SV, best_SP, token_SP, logits_SV.stride(0), V=vocabulary, X=tile.elements, num_warps=tile.num_warps
+    )
+    _choose[(num_draws,)](best_SP, token_SP, out_S, parts, PARTS=triton.next_power_of_2(parts))
+
+
+@triton.jit
+def _greedy(LOGITS, BEST, TOKEN, stride, V: tl.constexpr, X: tl.constexpr):
+    part = tl.program_id(0)
+    draw = tl.program_id(1).to(tl.int64)
+    token = part * X + tl.arange(0, X)
+    logits = tl.load(LOGITS + draw * stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    best, index = tl.max(logits, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(BEST + draw * tl.num_programs(0) + part, best)
+    tl.store(TOKEN + draw * tl.num_programs(0) + part, part * X + index)
+
+
 @triton.jit
 def _largest(LOGITS, LARGEST, stride, V: tl.constexpr, X: tl.constexpr, PARTS: tl.constexpr):
     part = tl.program_id(0)

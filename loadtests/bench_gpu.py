@@ -1,6 +1,9 @@
 """The engine on one CUDA device: scheduler and runner in one process, no service, the Llama-3.1-8B shape, random weights.
 
-    python -m loadtests.bench_gpu [--out docs/benchmarks/engine-CARD.json] [--layers 32]
+    python -m loadtests.bench_gpu [--out docs/benchmarks/engine-CARD.json] [--layers 32] [--peer vllm.json]
+
+--peer names what another engine measured on the same card just before, in rows of the same names; a row's must and aim
+are multiples of its peer's.
 
 decode_b*   output tok/s at 1k of context: (time of 129 tokens − time of 1) / 128, prompts of 1,024 tokens
 prefill_*   prompt tok/s, 32,768 tokens of prompts in one go, one token drawn of each
@@ -14,7 +17,10 @@ import pathlib
 import random
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,9 +31,9 @@ from loadtests.report import Report, Row, add_arguments, timed
 from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import form
 from workers.models.weights import LoadProgress, Wanted
+from workers.ranks.rank import Launched, UnderWay
 from workers.ranks.runner import Runner
 from workers.scheduling.blocks import BlockLedger
-from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
 SHAPE = {
@@ -48,6 +54,17 @@ SHAPE = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+# of the peer's rate: what must be reached, and what is aimed at
+GOALS = {
+    "prefill_1024": (0.95, 1.02),
+    "prefill_4096": (0.95, 1.02),
+    "ttft_1024": (1.0, 1.1),
+    "decode_b1": (1.0, 1.08),
+    "decode_b32": (1.0, 1.08),
+    "decode_b128": (1.0, 1.15),
+    "decode_b256": (1.0, 1.12),
+    "mixed_256": (1.0, 1.15),
+}
 MAX_CONTEXT_TOKENS, MAX_STEP_TOKENS, MAX_NUM_SEQS, BLOCK_SIZE = 8192, 8192, 256, 32
 DECODE_TOKENS = 128
 
@@ -63,7 +80,7 @@ def random_weights(checkpoint: Checkpoint, wanted: tuple[Wanted, ...], progress:
 
 
 class OneRank:
-    """An engine without a service: plan, run, apply."""
+    """An engine without a service: plan, launch, apply, one step ahead."""
 
     def __init__(self, num_layers: int, num_blocks: int, *, graphs: bool = True) -> None:
         folder = pathlib.Path(tempfile.mkdtemp())
@@ -97,15 +114,29 @@ class OneRank:
             sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
             key = RequestKey(f"r{self._number}")
             self.scheduler.submit(Request(key, tuple(prompt), sampling, cache_salt=key.request_id), 0.0)
-        while (plan := self.scheduler.schedule(0.0)) is not None:
-            self.scheduler.apply(self._run(plan), 0.0)
+        flights: deque[Launched] = deque()
+        while True:
+            while len(flights) < 2 and (plan := self.scheduler.schedule(0.0)) is not None:
+                flights.append(self.runner.launch(plan))
+            if not flights:
+                break
+            flight = flights.popleft()
+            result = flight.wait() if isinstance(flight, UnderWay) else flight
+            assert result is not None
+            self.scheduler.apply(result, 0.0)
         self.scheduler.reset_cache()
         self.scheduler.ledger.drain_events()
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        result = self.runner.run(plan)
-        assert result is not None
-        return result
+
+def beside(row: Row, peers: dict[str, float], peer_name: str) -> Row:
+    """The row with its peer's figure, where there is one."""
+    peer = peers.get(row.name)
+    if peer is None:
+        return row
+    lower = row.better == "lower"
+    ratio = peer / row.value if lower else row.value / peer
+    must, aim = (peer / goal if lower else peer * goal for goal in GOALS[row.name])
+    return replace(row, must=must, aim=aim, peer=peer, peer_name=peer_name, ratio=ratio)
 
 
 def main() -> int:
@@ -113,13 +144,21 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer than 32 only to try the bench itself")
     parser.add_argument("--blocks", type=int, default=10_000)
     parser.add_argument("--eager", action="store_true", help="every kernel launched from Python, no CUDA graphs")
+    parser.add_argument("--peer", type=pathlib.Path, help='{"name": …, "rows": {"decode_b1": …, …}}')
     add_arguments(parser)
     arguments = parser.parse_args()
     card = torch.cuda.get_device_properties(0)
     report = Report("gpu", ("torch", "triton"), hardware=f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
+    peer: dict[str, Any] = (
+        {"name": "", "rows": {}} if arguments.peer is None else json.loads(arguments.peer.read_text())
+    )
+
+    def add(row: Row) -> None:
+        report.add(beside(row, peer["rows"], peer["name"]))
+
     began = time.perf_counter()
     engine = OneRank(arguments.layers, arguments.blocks, graphs=not arguments.eager)
-    report.add(Row("ready_s", time.perf_counter() - began, "s", "lower", note="random weights made on the device"))
+    add(Row("ready_s", time.perf_counter() - began, "s", "lower", note="random weights made on the device"))
     draw = random.Random(0)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -134,20 +173,20 @@ def main() -> int:
         count = 32_768 // length
         best(count, length, 1, 1)
         samples = best(count, length, 1, 3)
-        report.add(Row(f"prefill_{length}", count * length / min(samples), "tok/s", "higher", samples=samples))
+        add(Row(f"prefill_{length}", count * length / min(samples), "tok/s", "higher", samples=samples))
     samples = [seconds * 1e3 for seconds in best(1, 1024, 1, 5)]
-    report.add(Row("ttft_1024", min(samples), "ms", "lower", samples=samples))
+    add(Row("ttft_1024", min(samples), "ms", "lower", samples=samples))
     for batch in (1, 32, 128, 256):
         best(batch, 1024, 4, 1)
         first = min(best(batch, 1024, 1, 2))
         samples = [(whole - first) / DECODE_TOKENS for whole in best(batch, 1024, DECODE_TOKENS + 1, 2)]
         note = f"TPOT {min(samples) * 1e3:.2f} ms"
-        report.add(Row(f"decode_b{batch}", batch / min(samples), "tok/s", "higher", samples=samples, note=note))
+        add(Row(f"decode_b{batch}", batch / min(samples), "tok/s", "higher", samples=samples, note=note))
     lengths = [draw.randint(100, 1024) for _ in range(256)]
     outputs = [draw.randint(100, 1024) for _ in range(256)]
     mixed = [prompts(1, length)[0] for length in lengths]
     samples = timed(lambda: engine.serve(mixed, outputs), 1)
-    report.add(Row("mixed_256", sum(outputs) / samples[0], "tok/s", "higher", samples=samples))
+    add(Row("mixed_256", sum(outputs) / samples[0], "tok/s", "higher", samples=samples))
     return report.close(arguments)
 
 

@@ -264,12 +264,27 @@ def test_a_killed_rank_fails_everything_at_once(layout: ParallelLayout) -> None:
     assert all(child.returncode is not None for child in children(worker.executor))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_fails_everything(rank: int) -> None:
-    worker = Worker.of(ParallelLayout(2, 1), Toy(at_rank=rank, raise_at=2))
+@pytest.mark.parametrize("layout", [ParallelLayout(1, 1), ParallelLayout(2, 1)], ids=str)
+def test_a_step_is_launched_behind_one_that_the_device_has_not_done(layout: ParallelLayout) -> None:
+    worker = Worker.of(layout, Toy(awaited=True))
     try:
-        worker.fill(range(4), (0,))
-        step = worker.executor.step(worker.plan(range(4), (0,)))
+        for _ in range(5):
+            steps = [worker.executor.step(worker.plan(range(3), (0,))) for _ in range(2)]
+            results = [step.result(20) for step in steps]
+            assert [result.token_ids for result in results] == [(result.number * 1001,) for result in results]
+            assert all(result.seconds > 0 for result in results)
+    finally:
+        worker.executor.close()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_fails_everything(rank: int, awaited: bool) -> None:
+    worker = Worker.of(ParallelLayout(2, 1), Toy(at_rank=rank, raise_at=2, awaited=awaited))
+    try:
+        steps = [worker.executor.step(worker.plan(range(4), (0,))) for _ in range(2)]
+        assert steps[0].result(20)
+        step = steps[1]
         assert isinstance(step.exception(10), WorkerLost)
         assert "told to fail" in str(worker.executor.failed.result(1))
     finally:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from headrace.errors import CheckpointError
 from workers.kv.layout import ModelShape, SlabLayout, shard
 from workers.kv.pool import KvPool
+from workers.ranks.rank import Launched, UnderWay
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 
@@ -21,13 +22,15 @@ NUM_BLOCKS = 24
 
 @dataclass(frozen=True)
 class Toy:
-    """How a toy rank behaves. The rank `at_rank` fails while loading, or in the step of that number."""
+    """How a toy rank behaves. The rank `at_rank` fails while loading, or in the step of that number. Steps that are
+    `awaited` are those of a device: the odd ones are done there once the next was launched, and fail there too."""
 
     shape: ModelShape = SHAPE
     at_rank: int = -1
     raise_on_load: bool = False
     raise_at: int = -1
     hang_at: int = -1
+    awaited: bool = False
 
     def __call__(self, spec: WorkerSpec, rank: int, store: Any) -> "ToyRunner":
         torch.set_num_threads(1)
@@ -45,6 +48,7 @@ class ToyRunner:
     store: Any
     faulty: bool
     tables: dict[int, list[int]] = field(default_factory=dict)
+    followed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         shape = self.shape = self.toy.shape
@@ -62,7 +66,20 @@ class ToyRunner:
     def warm_up(self) -> None:
         pass
 
-    def run(self, plan: StepPlan) -> StepResult | None:
+    def launch(self, plan: StepPlan) -> Launched:
+        if not self.toy.awaited:
+            return self._run(plan)
+        self.followed.set()
+        followed = self.followed = threading.Event()
+
+        def wait() -> StepResult | None:
+            if plan.number % 2 and not followed.wait(10):
+                raise TimeoutError(f"no step was launched behind {plan.number}")
+            return self._run(plan)
+
+        return UnderWay(wait)
+
+    def _run(self, plan: StepPlan) -> StepResult | None:
         if self.faulty and plan.number == self.toy.raise_at:
             raise ValueError("a toy was told to fail")
         if self.faulty and plan.number == self.toy.hang_at:

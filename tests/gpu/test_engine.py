@@ -1,18 +1,25 @@
 """The runner on a CUDA device in bfloat16 against the same weights on a CPU in float32: prompts whole, in chunks and
-behind a cached prefix, then decode steps, which replay graphs. Greedy ids are the CPU's up to its margins."""
+behind a cached prefix, then decode steps, which replay graphs. Greedy ids are the CPU's up to its margins. Steps one
+ahead draw what steps of their own do; a launch waits for nothing on the device, and no step takes memory that the one
+before did not."""
 
 import pathlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.config import EngineConfig
-from headrace.values import ParallelLayout
+from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import Steps, random_ids
 from tests.tiny import make_variant
 from workers.models.parallel import form
-from workers.scheduling.plan import RowWork
+from workers.ranks.rank import Launched, UnderWay
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
@@ -93,3 +100,97 @@ def test_logits_equal_the_cpus(name: str, tmp_path: pathlib.Path) -> None:
     for token_ids, expected in zip(drawn, theirs.logits[5:], strict=True):
         chosen = expected[range(3), list(token_ids)]
         assert ((expected.amax(-1) - chosen) < MARGIN * expected.std(-1)).all()
+
+
+SHARED = {"max_tokens": 1000, "ignore_eos": True}
+SAMPLING = (
+    SamplingParams(**SHARED, temperature=0.0),
+    SamplingParams(**SHARED, temperature=0.9, seed=5, top_p=0.9, top_k=30, min_p=0.01),
+    SamplingParams(**SHARED, temperature=1.0, seed=7, presence_penalty=0.5, repetition_penalty=1.2, num_logprobs=3),
+    SamplingParams(**SHARED, temperature=0.7, seed=9, logit_bias=((4, 2.0),), min_tokens=900, stop_token_ids=(8,)),
+)
+ROOM = 11  # blocks of each row
+
+
+def begun(folder: pathlib.Path) -> Steps:
+    """Four rows, one a way to sample, that hold a prompt of 20 tokens each."""
+    steps = steps_on("cuda", "bfloat16", folder)
+    for row, sampling in enumerate(SAMPLING):
+        steps.prompt(row, random_ids(20, row), range(ROOM * row, ROOM * row + 2), sampling=sampling)
+    return steps
+
+
+def next_step(steps: Steps, position: int) -> StepPlan:
+    steps.number += 1
+    new = [(ROOM * row + position // steps.size,) if position % steps.size == 0 else () for row in range(4)]
+    work = tuple(RowWork(row, position, 1, None, new[row]) for row in range(4))
+    return StepPlan(steps.number, work, num_decodes=4)
+
+
+def awaited(launched: Launched) -> StepResult:
+    assert isinstance(launched, UnderWay)
+    result = launched.wait()
+    assert result is not None
+    return result
+
+
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_launch_waits_for_nothing_and_draws_what_a_step_of_its_own_draws(tmp_path: pathlib.Path) -> None:
+    folder = make_variant(tmp_path, "llama")
+    ahead, plain = begun(folder), begun(folder)
+    expected = [awaited(plain.runner.launch(next_step(plain, position))) for position in range(20, 60)]
+    flights: deque[Launched] = deque()
+    found = []
+    for position in range(20, 60):
+        plan = next_step(ahead, position)
+        # the first of its kind captures its graph and compiles its kernels
+        with synchronising_is_an_error() if position > 20 else nullcontext():
+            flights.append(ahead.runner.launch(plan))
+        if len(flights) == 2:
+            found.append(awaited(flights.popleft()))
+    found.append(awaited(flights.popleft()))
+    assert found == expected
+    assert all(result.logprobs[2] is not None and len(result.logprobs[2].top) == 3 for result in found)
+
+
+def test_a_prompt_beside_decodes_is_launched_without_waiting(tmp_path: pathlib.Path) -> None:
+    """With all that begins with it: penalties, bias, a sequence that resumes."""
+    steps = begun(make_variant(tmp_path, "llama"))
+    ids = tuple(random_ids(20, 9))
+    for position, mode in ((20, nullcontext()), (21, synchronising_is_an_error())):
+        plan = next_step(steps, position)
+        starts = tuple(RowStart(4 + row, ids, ids[:1], sampling) for row, sampling in enumerate(SAMPLING[:3]))
+        prompts = tuple(
+            RowWork(4 + row, 0, 20, ids, (ROOM * row + 9, ROOM * row + 10), num_samples=1 + row) for row in range(3)
+        )
+        plan = replace(plan, work=plan.work + prompts, starts=starts)
+        with mode:
+            launched = steps.runner.launch(plan)
+        assert len(awaited(launched).token_ids) == 4 + 1 + 2 + 3
+        steps.plan(ends=(4, 5, 6))
+
+
+def test_steps_take_no_more_memory_than_the_first(tmp_path: pathlib.Path) -> None:
+    steps = begun(make_variant(tmp_path, "llama"))
+    for position in range(20, 40):
+        awaited(steps.runner.launch(next_step(steps, position)))
+    steps.logits.clear()
+    before = held_memory()
+    for position in range(40, 140):
+        awaited(steps.runner.launch(next_step(steps, position)))
+        steps.logits.clear()
+    assert held_memory() == before
+
+
+def held_memory() -> tuple[int, ...]:
+    """What was asked of the driver since the start, on the device and pinned on the host; and bytes in use now."""
+    device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    return device["num_device_alloc"], device["allocated_bytes.all.current"], host["num_host_alloc"]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kernels.draws import CudaDraws
+from kernels.sample_floor import MOST_CANDIDATES
 from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
 
@@ -78,8 +80,8 @@ def test_a_mixed_step_takes_the_dense_path_row_by_row() -> None:
     checks.check_mixed_step(CUDA, torch.bfloat16, dense_from=9)
 
 
-def test_gather_rows() -> None:
-    checks.check_gather_rows(3, 77, 8, 128, 32, CUDA, torch.bfloat16)
+def test_gather_row() -> None:
+    checks.check_gather_row(77, 128, 8, 128, 32, CUDA, torch.bfloat16)
 
 
 def test_an_operation_stops_the_host_for_nothing() -> None:
@@ -119,7 +121,22 @@ def test_sample(num_draws: int, vocabulary: int) -> None:
     checks.check_sample(num_draws, vocabulary, tuning_of(CUDA).sample, CUDA)
 
 
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(1, 128256), (37, 49152), (5, 1000)])
+def test_largest(num_draws: int, vocabulary: int) -> None:
+    checks.check_largest(num_draws, vocabulary, tuning_of(CUDA).sample, CUDA, torch.bfloat16)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("num_draws", "vocabulary"), [(64, 128256), (40, 1000)])
-def test_sample_floor(num_draws: int, vocabulary: int, ties: bool) -> None:
-    checks.check_sample_floor(num_draws, vocabulary, ties, tuning_of(CUDA).sample_floor, CUDA)
+@pytest.mark.parametrize("most_candidates", [16, MOST_CANDIDATES])
+def test_sample_floor(num_draws: int, vocabulary: int, ties: bool, most_candidates: int) -> None:
+    checks.check_sample_floor(num_draws, vocabulary, ties, tuning_of(CUDA).sample_floor, CUDA, most_candidates)
+
+
+def test_the_sampler_draws_by_kernels_what_it_draws_by_torch() -> None:
+    checks.check_draws(CudaDraws(CUDA), CUDA, 128256)
+
+
+@pytest.mark.parametrize("num_tokens", [512, 700, 2049])
+def test_a_lone_prompt_is_computed_as_a_rounded_length(num_tokens: int) -> None:
+    checks.check_lone_prompt(num_tokens, CUDA, torch.bfloat16)

@@ -105,9 +105,9 @@ class Vocabulary:
         return self._context.all_reduce(x_TD.mul_(ours_T.unsqueeze(1)))
 
     def logits(self, x_RD: Tensor) -> Tensor | None:
-        """float32 [R, whole vocabulary] on tp rank 0, None on the others."""
+        """[R, whole vocabulary] on tp rank 0, None on the others."""
         parts = self._context.gather(functional.linear(x_RD, self.weight_VD))
         if parts is None:
             return None
         logits_RV = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return logits_RV[:, : self._size].float()
+        return logits_RV[:, : self._size]

@@ -56,7 +56,7 @@ class Transformer:
         return residual_TD if x_TD is None else x_TD + residual_TD
 
     def logits(self, residual_RD: Tensor) -> Tensor | None:
-        """Last stage only: float32 [R, vocabulary] on tp rank 0, None on the stage's other ranks."""
+        """Last stage only: [R, vocabulary] on tp rank 0, None on the stage's other ranks."""
         assert self._vocabulary is not None
         return self._vocabulary.logits(self._ops.rms_norm(residual_RD, self._norm_D, self._eps))
 

@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: the stage's layers captured once for each of a few numbers of rows, and replayed.
+"""Decode steps as CUDA graphs: a whole step, from numbers of the host to logits, captured once for each of a few numbers
+of rows, and replayed.
 
 A step is some 330 launches, which Python makes more slowly than a GPU carries them out at small batches. Steps of other
 numbers of rows use the next larger graph; rows beyond the step's own are padding, which writes no K and V and is read
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kernels.ops import AttentionBatch
 from workers.models.transformer import Transformer
+from workers.ranks.rows import DecodeInputs, Rows
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -23,69 +25,64 @@ def graph_sizes(most: int) -> list[int]:
 class DecodeGraphs:
     """Owns the graphs and the buffers whose addresses they hold. One rank alone, whose every row computes one token."""
 
-    def __init__(self, model: Transformer, pool: Tensor, max_rows: int, blocks_per_row: int, width: int) -> None:
-        self._model, self._pool = model, pool
+    def __init__(self, model: Transformer, pool: Tensor, rows: Rows, max_rows: int) -> None:
+        self._model, self._pool, self._rows = model, pool, rows
         self._sizes = graph_sizes(max_rows)
         most, device = self._sizes[-1], pool.device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()
-        self._blocks_per_row = blocks_per_row
+        self._numbers = torch.zeros(5 * most, dtype=torch.int64, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._contexts = torch.zeros(most, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, blocks_per_row, dtype=torch.int32, device=device)
-        self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._residual = torch.zeros(most, width, dtype=pool.dtype, device=device)
+        self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
 
     def prepare(self) -> None:
         """Captures all of them, the largest first: the smaller ones then fit into its memory."""
         for size in reversed(self._sizes):
             self._graph(size)
 
-    def forward(self, token_ids_T: Tensor, batch: AttentionBatch) -> Tensor:
-        """The residual stream after the last layer, valid until the next call."""
-        num_rows, num_columns = batch.block_tables_RB.shape
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
-        graph = self._graph(size)
-        self._token_ids[:num_rows].copy_(token_ids_T)
-        self._positions[:num_rows].copy_(batch.positions_T)
-        self._slots[:num_rows].copy_(batch.slots_T)
-        self._contexts[:num_rows].copy_(batch.contexts_R)
-        self._tables[:num_rows, :num_columns].copy_(batch.block_tables_RB)
-        if num_rows < size:
-            self._pad(num_rows, size)
+    def size_for(self, num_rows: int) -> int:
+        """The columns that inputs of so many rows have."""
+        return self._sizes[bisect_left(self._sizes, num_rows)]
+
+    def logits(self, inputs: DecodeInputs) -> Tensor:
+        """[rows, vocabulary], valid until the next call."""
+        graph, logits_RV = self._graph(inputs.numbers.shape[1])
+        self._numbers[: inputs.numbers.numel()].copy_(inputs.numbers.view(-1))
         graph.replay()
-        return self._residual[:num_rows]
+        return logits_RV[: inputs.num_rows]
 
-    def _pad(self, first: int, end: int) -> None:
-        self._contexts[first:end].zero_()
-        self._slots[first:end].fill_(-1)
-
-    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Captured over padding alone, once its kernels are compiled: what the pool holds stays as it is."""
-        if size not in self._graphs:
-            self._pad(0, size)
+        if size not in self._captured:
+            numbers = self._numbers[: 5 * size].view(5, size)
+            numbers.zero_()
+            DecodeInputs.fields(numbers)[2].fill_(-1)
             self._step(size)
             torch.cuda.synchronize(self._pool.device)
             graph = torch.cuda.CUDAGraph()
             # other threads of the process may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                self._step(size)
-            self._graphs[size] = graph
-        return self._graphs[size]
+                logits_RV = self._step(size)
+            self._captured[size] = graph, logits_RV
+        return self._captured[size]
 
-    def _step(self, size: int) -> None:
-        block_size = self._pool.shape[4]
+    def _step(self, size: int) -> Tensor:
+        token_ids, positions, slots, rows, contexts = DecodeInputs.fields(self._numbers[: 5 * size].view(5, size))
+        self._rows.fill_late(token_ids, rows)
+        self._contexts[:size].copy_(contexts)
+        torch.index_select(self._rows.tables, 0, rows, out=self._tables[:size])
         batch = AttentionBatch(
             starts_R1=self._starts[: size + 1],
             contexts_R=self._contexts[:size],
             block_tables_RB=self._tables[:size],
-            slots_T=self._slots[:size],
-            positions_T=self._positions[:size],
+            slots_T=slots,
+            positions_T=positions,
             num_decodes=size,
             max_query=1,
-            max_context=self._blocks_per_row * block_size,
+            max_context=self._tables.shape[1] * self._pool.shape[4],
         )
-        residual_TD = self._model.embed(self._token_ids[:size])
-        self._residual[:size].copy_(self._model.forward(residual_TD, self._pool, batch))
+        residual_TD = self._model.forward(self._model.embed(token_ids), self._pool, batch)
+        logits_RV = self._model.logits(residual_TD)
+        assert logits_RV is not None
+        return logits_RV

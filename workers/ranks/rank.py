@@ -32,6 +32,20 @@ _TcpStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A step that was launched on a device: `wait` returns its result, None on ranks that do not draw, once the device has
+    done it. Results are awaited in the order of the launches, by one thread, which may be another than the launching one.
+    """
+
+    wait: Callable[[], StepResult | None]
+
+
+# done, with its result where the rank draws, or to be awaited: the same of all steps of a runner. On our word that a step
+# is done peers read what it wrote, and links write what it left.
+Launched = StepResult | None | UnderWay
+
+
 class RankRunner(Protocol):
     """What a rank computes with. Owned by the rank's step thread; `pool` is read and written by its links beside it."""
 
@@ -49,7 +63,7 @@ class RankRunner(Protocol):
 
     def warm_up(self) -> None: ...
 
-    def run(self, plan: StepPlan) -> StepResult | None:
+    def launch(self, plan: StepPlan) -> Launched:
         """The result on the last stage's tp rank 0, None on all other ranks."""
         ...
 
@@ -161,7 +175,8 @@ Reply = Ready | Stepped | Digested | Pulled | Failed | Pong
 
 
 class Rank:
-    """Owns one rank's runner, its readable pool and its links to peers. `reply` is called from any of its threads."""
+    """Owns one rank's runner, its readable pool and its links to peers. `reply` is called from any of its threads: the
+    one that launches steps, the one that awaits them, those of the links."""
 
     def __init__(
         self, spec: WorkerSpec, rank: int, host: str, make: Callable[[], RankRunner], reply: Callable[[Reply], None]
@@ -171,9 +186,10 @@ class Rank:
         self._host = host
         self._reply = reply
         self._ordered: SimpleQueue[Step | Digest | End] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[int, float, UnderWay] | None] = SimpleQueue()
+        self._ended_at = 0.0
         self._open: tuple[KvServer, PeerLinks] | None = None
-        self._thread = threading.Thread(target=self._live, args=(make,), name=f"rank{rank}", daemon=True)
-        self._thread.start()
+        self._thread = self._run(f"rank{rank}", lambda: self._work(make))
 
     def tell(self, command: Command) -> None:
         """Returns at once; the answer comes through `reply`."""
@@ -204,9 +220,14 @@ class Rank:
             raise InternalError(f"rank {self._rank} was told to pull before it was ready")
         return self._open[1]
 
-    def _live(self, make: Callable[[], RankRunner]) -> None:
+    def _run(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=self._live, args=(work,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _live(self, work: Callable[[], None]) -> None:
         try:
-            self._work(make)
+            work()
         except ChannelClosed:
             log.info("rank %d: rank 0 is gone", self._rank)
         except Exception as error:
@@ -224,23 +245,40 @@ class Rank:
         server = schemes.serve(runner.pool, self._host, seconds)
         links = PeerLinks(runner.pool, server.endpoint, self._rank, self._spec.layout, runner.shape, seconds)
         self._open = (server, links)
+        awaiting = self._run(f"rank{self._rank}-results", self._await)
         try:
             self._reply(Ready(runner.shape, runner.num_blocks, runner.slab.block_bytes, server.endpoint))
             while True:
                 match self._ordered.get():
                     case Step(plan):
                         began = time.perf_counter()
-                        result = runner.run(plan)
-                        runner.pool.settle()  # on our word peers read what the step wrote, and links write what it left
-                        self._reply(Stepped(plan.number, result, time.perf_counter() - began))
+                        match runner.launch(plan):
+                            case UnderWay() as under_way:
+                                self._launched.put((plan.number, began, under_way))
+                            case result:
+                                self._stepped(plan.number, began, result)
                     case Digest(task, blocks):
                         tp = self._spec.layout.tp
                         self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
                     case End():
                         return
         finally:
+            self._launched.put(None)
             links.close()
             server.close()
+            awaiting.join()
+
+    def _await(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            number, began, under_way = launched
+            self._stepped(number, began, under_way.wait())
+
+    def _stepped(self, number: int, began: float, result: StepResult | None) -> None:
+        """A step that was launched behind another lasts from that one's end."""
+        now = time.perf_counter()
+        seconds = now - max(began, self._ended_at)
+        self._ended_at = now
+        self._reply(Stepped(number, result, seconds))
 
 
 def digests(

@@ -3,6 +3,7 @@
 Shape suffixes as in kernels.ops; W rows of a plan's work.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,19 +11,22 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionBatch
+from workers.ranks.staging import Array, to_device
 from workers.scheduling.plan import RowWork, StepPlan
+
+LAST_DRAWN = -1  # stands among token ids for what the row drew last
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model computes in a step. `late_rows` sampled the token that they now compute, at index `late_at` of
-    `token_ids_T`; it is filled in by Rows.fill_late. `sample_at`: the last token of every row that draws, and
-    `sample_rows` these rows."""
+    """What the model computes in a step. Of the batch's decode rows, `rows_W` leading, those that `has_late` speaks of
+    compute what they drew last, which Rows.fill_late puts in place. `sample_at`: the last token of every row that draws,
+    and `sample_rows` these rows."""
 
     token_ids_T: Tensor
     batch: AttentionBatch
-    late_at: Tensor
-    late_rows: Tensor
+    rows_W: Tensor
+    has_late: bool
     sample_at: Tensor
     sample_rows: Tensor
 
@@ -31,8 +35,28 @@ class StepInputs:
         return self.token_ids_T.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What a step of one token a row computes, as rows of one tensor of the device. From `num_rows` on columns are
+    padding: context 0, no slot."""
+
+    numbers: Tensor  # int64 [5, columns]: the fields below, in their order
+    num_rows: int
+
+    @staticmethod
+    def fields(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(token ids, positions, slots, rows, contexts)."""
+        token_ids, positions, slots, rows, contexts = numbers.unbind()
+        return token_ids, positions, slots, rows, contexts
+
+    @property
+    def rows(self) -> Tensor:
+        return self.numbers[3, : self.num_rows]
+
+
 class Rows:
-    """Owned by the rank's runner. All arrays are made once; on a CPU tensors and arrays share their memory."""
+    """Owned by the rank's runner. All arrays are made once; on a CPU tensors and arrays share their memory, elsewhere
+    `tables` and the last tokens live on the device too, and a step sends what changed."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_row: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
@@ -40,6 +64,9 @@ class Rows:
         self._tables = np.zeros((max_num_seqs, max_blocks_per_row), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.tables = torch.from_numpy(self._tables)
+        if device.type != "cpu":
+            self.tables = self.tables.to(device)
 
     def start(self, row: int) -> None:
         """Its block table is empty."""
@@ -47,25 +74,35 @@ class Rows:
 
     def resume(self, row: int, last_token: int) -> None:
         """A sequence that comes with output goes on from its last token."""
-        self._last_tokens[row] = last_token
+        self._last_tokens[row].fill_(last_token)
 
     def sampled(self, rows_W: Tensor, token_ids_W: Tensor) -> None:
         """What these rows drew last."""
         self._last_tokens[rows_W] = token_ids_W
 
-    def fill_late(self, inputs: StepInputs) -> None:
-        """Puts the rows' last tokens in their places."""
-        if inputs.late_at.shape[0]:
-            inputs.token_ids_T[inputs.late_at] = self._last_tokens[inputs.late_rows]
+    def fill_late(self, token_ids_T: Tensor, rows_W: Tensor) -> None:
+        """Puts what the leading rows drew last where LAST_DRAWN stands for it."""
+        ids_W = token_ids_T[: rows_W.shape[0]]
+        ids_W.copy_(torch.where(ids_W == LAST_DRAWN, self._last_tokens[rows_W], ids_W))
+
+    def decode_inputs(self, plan: StepPlan, num_columns: int) -> DecodeInputs:
+        """Appends the plan's new blocks and lays out its rows, each of which computes one token."""
+        rows, starts, _, token_ids, new_blocks, _ = zip(*plan.work, strict=True)
+        self._append(rows, new_blocks)
+        count, size = len(rows), self._block_size
+        numbers = np.zeros((5, num_columns), dtype=np.int64)
+        numbers[0, :count] = [LAST_DRAWN if ids is None else ids[0] for ids in token_ids]
+        numbers[1, :count] = positions = np.array(starts, dtype=np.int64)
+        numbers[2] = -1
+        numbers[2, :count] = self._tables[rows, positions // size].astype(np.int64) * size + positions % size
+        numbers[3, :count] = rows
+        numbers[4, :count] = positions + 1
+        return DecodeInputs(to_device(self._device, [numbers])[0], count)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Appends the plan's new blocks and lays out its tokens."""
         work, size = plan.work, self._block_size
-        for item in work:
-            if item.new_blocks:
-                first = self._num_blocks[item.row]
-                self._num_blocks[item.row] = first + len(item.new_blocks)
-                self._tables[item.row, first : first + len(item.new_blocks)] = item.new_blocks
+        self._append([item.row for item in work], [item.new_blocks for item in work])
         rows = np.array([item.row for item in work], dtype=np.int64)
         counts = np.array([item.num_tokens for item in work], dtype=np.int64)
         firsts = np.array([item.start for item in work], dtype=np.int64)
@@ -78,34 +115,51 @@ class Rows:
         slots = self._tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
         draws = np.array([item.num_samples > 0 for item in work], dtype=bool)
         max_context = int(contexts.max())
-        late = [index for index, item in enumerate(work) if item.token_ids is None]
+        token_ids_T, rows_W, starts_R1, contexts_R, slots_T, positions_T, sample_at, sample_rows = to_device(
+            self._device,
+            [
+                _token_ids(work, num_tokens),
+                rows,
+                starts.astype(np.int32),
+                contexts.astype(np.int32),
+                slots,
+                positions,
+                ends[draws] - 1,
+                rows[draws],
+            ],
+        )
         batch = AttentionBatch(
-            starts_R1=self._tensor(starts.astype(np.int32)),
-            contexts_R=self._tensor(contexts.astype(np.int32)),
-            block_tables_RB=self._tensor(self._tables[rows, : -(-max_context // size)]),
-            slots_T=self._tensor(slots),
-            positions_T=self._tensor(positions),
+            starts_R1=starts_R1,
+            contexts_R=contexts_R,
+            block_tables_RB=self.tables[rows_W, : -(-max_context // size)],
+            slots_T=slots_T,
+            positions_T=positions_T,
             num_decodes=plan.num_decodes,
             max_query=int(counts.max()),
             max_context=max_context,
             prefill_lengths=tuple((item.num_tokens, item.start + item.num_tokens) for item in work[plan.num_decodes :]),
         )
-        return StepInputs(
-            token_ids_T=self._tensor(_token_ids(work, num_tokens)),
-            batch=batch,
-            late_at=self._tensor(starts[late]),
-            late_rows=self._tensor(rows[late]),
-            sample_at=self._tensor(ends[draws] - 1),
-            sample_rows=self._tensor(rows[draws]),
-        )
+        has_late = any(item.token_ids is None for item in work[: plan.num_decodes])
+        return StepInputs(token_ids_T, batch, rows_W[: plan.num_decodes], has_late, sample_at, sample_rows)
 
-    def _tensor(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.int32]]") -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _append(self, rows: Sequence[int], new_blocks: Sequence[tuple[int, ...]]) -> None:
+        """New blocks go behind those that their rows have."""
+        changed = [(row, blocks) for row, blocks in zip(rows, new_blocks, strict=True) if blocks]
+        places: list[Array] = []
+        for row, blocks in changed:
+            first = self._num_blocks[row]
+            self._num_blocks[row] = first + len(blocks)
+            self._tables[row, first : first + len(blocks)] = blocks
+            places.append(row * self._tables.shape[1] + np.arange(first, first + len(blocks)))
+        if changed and self._device.type != "cpu":
+            numbers = np.concatenate([np.array(blocks, dtype=np.int32) for _, blocks in changed])
+            where, blocks_there = to_device(self._device, [np.concatenate(places), numbers])
+            self.tables.view(-1)[where] = blocks_there
 
 
 def _token_ids(work: tuple[RowWork, ...], num_tokens: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    """In order, 0 where a row's last token belongs."""
+    """In order, LAST_DRAWN where a row's last token belongs."""
     ids: list[int] = []
     for item in work:
-        ids += (0,) if item.token_ids is None else item.token_ids
+        ids += (LAST_DRAWN,) if item.token_ids is None else item.token_ids
     return np.array(ids, dtype=np.int64).reshape(num_tokens)

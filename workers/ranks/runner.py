@@ -1,18 +1,21 @@
 """From plans to tokens on one rank: its shard of the model, its part of the KV pool, its rows, and the draw.
 
-Every rank of a worker is given the same plans in the same order; none runs ahead of it. Between ranks go only the sums
-inside layers, the residual stream from stage to stage, and the drawn tokens back to the first stage.
+Every rank of a worker is given the same plans in the same order; none runs ahead of it. On a device of its own a plan is
+launched and not awaited: what a row drew stays there for the row's next step, and goes to the host beside it. Between
+ranks go only the sums inside layers, the residual stream from stage to stage, and the drawn tokens back to the first
+stage.
 """
 
-import time
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.values import ParallelLayout, SamplingParams, TokenLogprobs
+from headrace.values import ParallelLayout, SamplingParams
 from kernels.choose import choose
 from workers.kv.layout import ModelShape, SlabLayout, shard
 from workers.kv.pool import KvPool
@@ -21,9 +24,11 @@ from workers.models.parallel import RankContext, Store, Work, form
 from workers.models.transformer import Transformer
 from workers.models.weights import LoadProgress, Wanted, load, no_progress
 from workers.ranks.graphs import DecodeGraphs
+from workers.ranks.rank import Launched, UnderWay
 from workers.ranks.returning import Returning
 from workers.ranks.rows import Rows, StepInputs
-from workers.ranks.sampler import Draw, Sampler
+from workers.ranks.sampler import Draw, Drawn, Sampler
+from workers.ranks.staging import to_device
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.spec import WorkerSpec
 
@@ -108,16 +113,15 @@ class Runner:
         self._context = context
         self._engine = engine
         self._hidden_size, self._dtype = config.hidden_size, dtype
-        self._model = Transformer(config, context, choose(context.device), dtype, self.max_context_tokens)
+        self._ops, self._num_heads = choose(context.device), config.num_heads // layout.tp
+        self._model = Transformer(config, context, self._ops, dtype, self.max_context_tokens)
         fill(checkpoint, self._model.wanted, progress)
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
         blocks_per_row = -(-self.max_context_tokens // engine.block_size)
         self._rows = Rows(engine.max_num_seqs, blocks_per_row, engine.block_size, context.device)
         self._graphs: DecodeGraphs | None = None
         if graphs and context.device.type == "cuda" and layout.world_size == 1:
-            self._graphs = DecodeGraphs(
-                self._model, self.pool.tensor, engine.max_num_seqs, blocks_per_row, config.hidden_size
-            )
+            self._graphs = DecodeGraphs(self._model, self.pool.tensor, self._rows, engine.max_num_seqs)
         self._sampler: Sampler | None = None
         if context.samples:
             self._sampler = Sampler(
@@ -132,6 +136,7 @@ class Runner:
         size = self._engine.block_size
         length = min(self._engine.max_step_tokens, self.max_context_tokens - 1)
         blocks = (self.pool.trash_block,) * (length // size + 1)
+        self._ops.prepare(self._num_heads, self.slab.num_kv_heads, self.slab.head_dim, self._dtype, length)
         start = RowStart(0, (0,) * length, (), WARM_UP)
         prompt = RowWork(0, 0, length, (0,) * length, blocks)
         self.run(StepPlan(-2, (prompt,), 0, starts=(start,)))
@@ -141,20 +146,30 @@ class Runner:
             with torch.inference_mode():
                 self._graphs.prepare()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Carries the plan out. The result on the rank that draws (last stage, tp rank 0), None on all others."""
-        began = time.perf_counter()
+        """Carries the plan out, and waits for the result."""
+        launched = self.launch(plan)
+        return launched.wait() if isinstance(launched, UnderWay) else launched
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Gives the plan to the device, and waits for nothing there: the next plan may be launched behind it. The result
+        is that of the rank that draws (last stage, tp rank 0); None on all others."""
         self._change_rows(plan)
         if not plan.work:
-            return StepResult(plan.number, ()) if self._context.samples else None
+            return self._answer(plan, None)
+        if self._graphs is not None and plan.num_decodes == len(plan.work):
+            decode = self._rows.decode_inputs(plan, self._graphs.size_for(plan.num_decodes))
+            return self._draw(plan, self._graphs.logits(decode), decode.rows)
         inputs = self._rows.inputs(plan)
         residual_TD = self._forward(inputs)
         if not self._context.is_last_stage:
             self._pass_on(residual_TD)
             self._returning.expect(inputs.sample_rows)
-            return None
-        return self._draw(plan, inputs, residual_TD, began)
+            return self._answer(plan, None)
+        if not inputs.sample_rows.shape[0]:
+            return self._answer(plan, None)
+        return self._draw(plan, self._model.logits(residual_TD[inputs.sample_at]), inputs.sample_rows)
 
     def settle(self) -> None:
         """Waits until what this rank has sent has arrived, and what it expects too: called before its groups close, when
@@ -179,11 +194,9 @@ class Runner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """The residual stream that this stage ends with."""
-        if self._context.is_first_stage and inputs.late_at.shape[0]:
+        if self._context.is_first_stage and inputs.has_late:
             self._returning.collect()
-            self._rows.fill_late(inputs)
-        if self._graphs is not None and inputs.batch.num_decodes == inputs.num_tokens:
-            return self._graphs.forward(inputs.token_ids_T, inputs.batch)
+            self._rows.fill_late(inputs.token_ids_T, inputs.rows_W)
         return self._model.forward(self._enter(inputs), self.pool.tensor, inputs.batch)
 
     def _enter(self, inputs: StepInputs) -> Tensor:
@@ -200,28 +213,46 @@ class Runner:
             self._passing[1].wait()
         self._passing = (residual_TD, self._context.send(residual_TD, self._context.stage + 1))
 
-    def _draw(self, plan: StepPlan, inputs: StepInputs, residual_TD: Tensor, began: float) -> StepResult | None:
+    def _draw(self, plan: StepPlan, logits_RV: Tensor | None, rows_R: Tensor) -> Launched:
         """Last stage: tokens for the rows that draw, on their way to the first stage, and the result where it is due."""
-        token_ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprobs | None, ...] = ()
-        margins: tuple[float, ...] = ()
-        if inputs.sample_at.shape[0]:
-            logits_RV = self._model.logits(residual_TD[inputs.sample_at])
-            own_R = torch.empty_like(inputs.sample_rows)
-            if self._sampler is not None and logits_RV is not None:
-                if self._observe is not None:
-                    self._observe(plan, logits_RV)
-                draws, source = _draws(self._sampler, plan)
-                drawn = self._sampler.sample(logits_RV if len(draws) == len(own_R) else logits_RV[source], draws)
-                own = drawn.token_ids_S
-                if len(draws) > len(own_R):
-                    own = own[[i for i, draw in enumerate(draws) if draw.own]]
-                own_R.copy_(own)
-                token_ids, logprobs, margins = tuple(drawn.token_ids_S.tolist()), drawn.logprobs, drawn.margins
-            self._returning.give(inputs.sample_rows, own_R)
-        if self._sampler is None:
-            return None
-        return StepResult(plan.number, token_ids, logprobs, margins, time.perf_counter() - began)
+        own_R = torch.empty_like(rows_R)
+        drawn = None
+        if self._sampler is not None and logits_RV is not None:
+            if self._observe is not None:
+                self._observe(plan, logits_RV.float())
+            draws, source = _draws(self._sampler, plan)
+            if len(draws) > len(rows_R):
+                logits_RV = logits_RV[self._numbers(source)]
+            drawn = self._sampler.sample(logits_RV, draws)
+            own_R = drawn.token_ids_S
+            if len(draws) > len(rows_R):
+                own_R = own_R[self._numbers([i for i, draw in enumerate(draws) if draw.own])]
+        self._returning.give(rows_R, own_R)
+        return self._answer(plan, drawn)
+
+    def _answer(self, plan: StepPlan, drawn: Drawn | None) -> Launched:
+        """What this rank says of a plan; on a device of its own, once that has come so far."""
+        draws = self._sampler is not None
+        if self._context.device.type == "cpu":
+            return _result(plan.number, drawn) if draws else None
+        drawn = None if drawn is None else drawn.to_host()
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return UnderWay(partial(_landed, event, plan.number, drawn, draws=draws))
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        return to_device(self._context.device, [np.array(values, dtype=np.int64)])[0]
+
+
+def _landed(event: torch.cuda.Event, number: int, drawn: Drawn | None, *, draws: bool) -> StepResult | None:
+    event.synchronize()
+    return _result(number, drawn) if draws else None
+
+
+def _result(number: int, drawn: Drawn | None) -> StepResult:
+    if drawn is None:
+        return StepResult(number, ())
+    return StepResult(number, drawn.token_ids, drawn.logprobs, drawn.margins)
 
 
 def _draws(sampler: Sampler, plan: StepPlan) -> tuple[list[Draw], list[int]]:

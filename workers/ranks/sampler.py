@@ -7,11 +7,15 @@ Shape suffixes: S draws of a step, V vocabulary, R rows of the table, N survivor
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.values import SamplingParams, TokenLogprobs
 from kernels import noise
+from kernels.choose import choose_draws
+from kernels.ops import DrawNumbers
+from workers.ranks.staging import to_device
 from workers.scheduling.plan import RowStart
 
 CANDIDATES = 1024
@@ -30,11 +34,57 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """In the order of the draws. `logprobs` is empty when no row asked, `margins` unless they are recorded."""
+    """In the order of the draws. Reading what it reports waits for the device, unless it was sent `to_host` and has
+    arrived."""
 
     token_ids_S: Tensor
-    logprobs: tuple[TokenLogprobs | None, ...]
-    margins: tuple[float, ...]
+    best: "_Best | None" = None
+    margins_S: Tensor | None = None
+
+    def to_host(self) -> "Drawn":
+        """On its way: to be read after what the device has been given so far."""
+        best = self.best and self.best.to_host()
+        margins_S = None if self.margins_S is None else self.margins_S.to("cpu", non_blocking=True)
+        return Drawn(self.token_ids_S.to("cpu", non_blocking=True), best, margins_S)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids_S.tolist())
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """Empty when no row asked."""
+        return () if self.best is None else self.best.logprobs(self.token_ids)
+
+    @property
+    def margins(self) -> tuple[float, ...]:
+        """Empty unless they are recorded."""
+        return () if self.margins_S is None else tuple(self.margins_S.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """Logprobs of the A draws that ask for them: of the token drawn, and the most likely K."""
+
+    counts: tuple[int | None, ...]  # of each draw: how many it asks for
+    chosen_A: Tensor
+    values_AK: Tensor
+    token_ids_AK: Tensor
+
+    def to_host(self) -> "_Best":
+        parts = (self.chosen_A, self.values_AK, self.token_ids_AK)
+        return _Best(self.counts, *(part.to("cpu", non_blocking=True) for part in parts))
+
+    def logprobs(self, token_ids: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
+        found: list[TokenLogprobs | None] = []
+        asked = zip(self.chosen_A.tolist(), self.values_AK.tolist(), self.token_ids_AK.tolist(), strict=True)
+        for token_id, count in zip(token_ids, self.counts, strict=True):
+            if count is None:
+                found.append(None)
+                continue
+            chosen, values, ids = next(asked)
+            found.append(TokenLogprobs(token_id, chosen, tuple(zip(ids[:count], values[:count], strict=True))))
+        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -78,6 +128,7 @@ class Sampler:
         self._device = device
         self._record_margins = record_margins
         self._counts: Counts | None = None
+        self._kernels = None if record_margins else choose_draws(device)
 
     def start(self, start: RowStart) -> None:
         """A sequence takes its row; what its output so far means for penalties is rebuilt."""
@@ -85,7 +136,7 @@ class Sampler:
         bias = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
-            bias = (self._tensor(ids), torch.tensor(values, device=self._device))
+            bias = (self._tensor(ids), to_device(self._device, [np.array(values, dtype=np.float32)])[0])
         forbidden = None
         if sampling.min_tokens:
             stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos_ids))
@@ -111,15 +162,19 @@ class Sampler:
         rows = [self._row(draw.row) for draw in draws]
         adjusted_SV = self._adjust(logits_SV, draws, rows)
         random = [i for i, row in enumerate(rows) if not row.sampling.greedy]
-        if not random:
-            token_ids_S, margins = self._best(adjusted_SV)
-        elif len(random) == len(rows):
-            token_ids_S, margins = self._best(perturb(adjusted_SV, draws, [row.sampling for row in rows]))
+        margins_S = None
+        if self._kernels is not None and not random:
+            token_ids_S = self._kernels.largest(adjusted_SV)
+        elif self._kernels is not None:
+            token_ids_S = self._kernels.draw(adjusted_SV, _numbers(draws, [row.sampling for row in rows], self._device))
+        elif not random or len(random) == len(rows):
+            scores_SV = perturb(adjusted_SV, draws, [row.sampling for row in rows]) if random else adjusted_SV
+            token_ids_S, margins_S = self._largest(scores_SV)
         else:
-            token_ids_S, margins = self._mixed(adjusted_SV, draws, rows, random)
+            token_ids_S, margins_S = self._mixed(adjusted_SV, draws, rows, random)
         if self._counts is not None:
             self._count(draws, rows, token_ids_S)
-        return Drawn(token_ids_S, _logprobs(logits_SV, token_ids_S, rows), tuple(margins))
+        return Drawn(token_ids_S, self._best(logits_SV, token_ids_S, rows), margins_S)
 
     def _row(self, row: int) -> _Row:
         found = self._rows[row]
@@ -132,7 +187,7 @@ class Sampler:
         touched = [i for i, row in enumerate(rows) if row.adjusted(draws[i].position)]
         if not touched:
             return logits_SV
-        adjusted_SV = logits_SV.clone()
+        adjusted_SV = logits_SV.to(torch.float32, copy=True)
         for i in touched:
             row, logits_V = rows[i], adjusted_SV[i]
             if row.penalised and self._counts is not None:
@@ -140,34 +195,53 @@ class Sampler:
             if row.bias is not None:
                 logits_V.index_add_(0, *row.bias)
             if row.forbidden is not None and row.forbids(draws[i].position):
-                logits_V[row.forbidden] = -torch.inf
+                logits_V.index_fill_(0, row.forbidden, -torch.inf)
         return adjusted_SV
 
     def _mixed(
         self, logits_SV: Tensor, draws: Sequence[Draw], rows: Sequence[_Row], random: list[int]
-    ) -> tuple[Tensor, list[float]]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Greedy rows take the plain way, whatever their neighbours ask for."""
         greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
-        token_ids_S = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         perturbed = perturb(logits_SV[random], [draws[i] for i in random], [rows[i].sampling for i in random])
-        token_ids_S[random], random_margins = self._best(perturbed)
-        token_ids_S[greedy], greedy_margins = self._best(logits_SV[greedy])
-        by_index = dict(zip(random + greedy, random_margins + greedy_margins, strict=False))
-        return token_ids_S, [by_index[i] for i in sorted(by_index)]
+        parts = self._largest(perturbed), self._largest(logits_SV[greedy])
+        token_ids_S = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        margins_S = torch.empty(len(rows), device=self._device) if self._record_margins else None
+        for where, (found_S, their_margins_S) in zip((random, greedy), parts, strict=True):
+            token_ids_S[where] = found_S
+            if margins_S is not None and their_margins_S is not None:
+                margins_S[where] = their_margins_S
+        return token_ids_S, margins_S
 
-    def _best(self, scores_SV: Tensor) -> tuple[Tensor, list[float]]:
+    def _largest(self, scores_SV: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self._record_margins:
-            return scores_SV.argmax(-1), []
+            return scores_SV.argmax(-1), None
         top_S2 = scores_SV.topk(min(2, self._vocab_size), -1).values
-        return scores_SV.argmax(-1), (top_S2[:, 0] - top_S2[:, -1]).tolist()
+        return scores_SV.argmax(-1), top_S2[:, 0] - top_S2[:, -1]
+
+    def _best(self, logits_SV: Tensor, token_ids_S: Tensor, rows: Sequence[_Row]) -> _Best | None:
+        """Of the model's own distribution, for the rows that ask."""
+        counts = tuple(row.sampling.num_logprobs for row in rows)
+        asked = [i for i, count in enumerate(counts) if count is not None]
+        if not asked:
+            return None
+        if len(asked) < len(rows):
+            asked_A = self._tensor(asked)
+            logits_SV, token_ids_S = logits_SV[asked_A], token_ids_S[asked_A]
+        logprobs_AV = logits_SV.float().log_softmax(-1)
+        chosen_A = logprobs_AV.gather(1, token_ids_S.unsqueeze(1)).squeeze(1)
+        most = max(count or 0 for count in counts)
+        top = logprobs_AV.topk(min(most, logits_SV.shape[1]), -1)
+        return _Best(counts, chosen_A, top.values, top.indices)
 
     def _count(self, draws: Sequence[Draw], rows: Sequence[_Row], token_ids_S: Tensor) -> None:
         own = [i for i, row in enumerate(rows) if row.penalised and draws[i].own]
         if own and self._counts is not None:
-            self._counts.add(self._tensor([draws[i].row for i in own]), token_ids_S[own])
+            rows_S, own_S = self._tensor([draws[i].row for i in own]), self._tensor(own)
+            self._counts.add(rows_S, token_ids_S[own_S])
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(self._device, [np.array(values, dtype=np.int64)])[0]
 
 
 class Counts:
@@ -178,9 +252,8 @@ class Counts:
         self._in_prompt_RV = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
 
     def start(self, row: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-        self._in_prompt_RV[row].zero_()[prompt_ids] = True
-        counts_V = torch.bincount(output_ids, minlength=self._output_RV.shape[1])
-        self._output_RV[row].copy_(counts_V)
+        self._in_prompt_RV[row].zero_().index_fill_(0, prompt_ids, True)
+        self._output_RV[row].zero_().index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
 
     def add(self, rows_S: Tensor, token_ids_S: Tensor) -> None:
         self._output_RV[rows_S, token_ids_S] += 1
@@ -202,6 +275,7 @@ def perturb(logits_SV: Tensor, draws: Sequence[Draw], sampling: Sequence[Samplin
     """Scores whose largest is a draw from softmax(logits / temperature) as filtered; −inf where filtered out."""
     device = logits_SV.device
     temperature_S1 = _column([max(s.temperature, LEAST_TEMPERATURE) for s in sampling], device)
+    logits_SV = logits_SV.float()
     scaled_SV = logits_SV.sub(logits_SV.amax(-1, keepdim=True)).div_(temperature_S1)
     key = noise.keys(
         torch.tensor([_as_int64(s.seed) for s in sampling], device=device),
@@ -253,23 +327,25 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 
-def _logprobs(logits_SV: Tensor, token_ids_S: Tensor, rows: Sequence[_Row]) -> tuple[TokenLogprobs | None, ...]:
-    """Of the model's own distribution, for the rows that ask."""
-    asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
-    if not asked:
-        return ()
-    found: list[TokenLogprobs | None] = [None] * len(rows)
-    logprobs_AV = logits_SV[asked].log_softmax(-1)
-    chosen = logprobs_AV.gather(1, token_ids_S[asked].unsqueeze(1)).squeeze(1).tolist()
-    most = max(rows[i].sampling.num_logprobs or 0 for i in asked)
-    top = logprobs_AV.topk(min(most, logits_SV.shape[1]), -1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    token_ids = token_ids_S.tolist()
-    for a, i in enumerate(asked):
-        count = rows[i].sampling.num_logprobs or 0
-        best = tuple(zip(ids[a][:count], values[a][:count], strict=True))
-        found[i] = TokenLogprobs(token_ids[i], chosen[a], best)
-    return tuple(found)
+def _numbers(draws: Sequence[Draw], sampling: Sequence[SamplingParams], device: torch.device) -> DrawNumbers:
+    """What the kernels ask of each draw."""
+    key = noise.keys(
+        torch.tensor([_as_int64(s.seed) for s in sampling]),
+        torch.tensor([draw.sample_index for draw in draws]),
+        torch.tensor([draw.position for draw in draws]),
+    )
+    columns = [
+        [0.0 if s.greedy else max(s.temperature, LEAST_TEMPERATURE) for s in sampling],
+        [s.min_p for s in sampling],
+        [s.top_p for s in sampling],
+    ]
+    floats = [np.array(column, dtype=np.float32) for column in columns]
+    top_k = np.array([s.top_k for s in sampling], dtype=np.int32)
+    first_S, second_S, temperature_S, min_p_S, top_p_S, top_k_S = to_device(
+        device, [key.first_S.numpy(), key.second_S.numpy(), *floats, top_k]
+    )
+    filtered = any(s.top_p < 1 or s.top_k or s.min_p for s in sampling if not s.greedy)
+    return DrawNumbers(noise.Keys(first_S, second_S), temperature_S, min_p_S, top_k_S, top_p_S, filtered)
 
 
 def _as_int64(seed: int) -> int:

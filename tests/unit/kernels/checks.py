@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headrace.values import SamplingParams
 from kernels import (
     dense_prefill,
+    draws,
     noise,
     norm,
     paged_decode,
@@ -23,6 +25,8 @@ from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps, gather_context
 from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
 from tests.unit.kernels.batches import filled_pool, paged_batch
+from workers.ranks.sampler import Draw, Sampler
+from workers.scheduling.plan import RowStart
 
 REFERENCE = ReferenceOps()
 POISON = 12345.0
@@ -109,24 +113,25 @@ def check_prefill(
             assert_near(out[tokens], expected[tokens])
 
 
-def check_gather_rows(
-    num_rows: int,
+def check_gather_row(
     num_tokens: int,
+    length: int,
     kv_heads: int,
     head_dim: int,
     block_size: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
+    """What lies beyond the row is zero, whatever the pool holds there: a weight of 0 times NaN would be NaN."""
     generator = torch.Generator().manual_seed(num_tokens)
-    num_blocks = num_rows * -(-num_tokens // block_size) + 3
-    batch = paged_batch([(num_tokens, num_tokens)] * num_rows, block_size, num_blocks, generator)
+    num_blocks = -(-num_tokens // block_size) + 3
+    batch = paged_batch([(num_tokens, num_tokens)], block_size, num_blocks, generator)
     pool = filled_pool((num_blocks, kv_heads, 3, 2, block_size, head_dim), 1, batch, generator).to(device, dtype)
-    tables = on(batch, device).block_tables_RB
-    keys, values = dense_prefill.gather_rows(pool, 1, tables, num_tokens)
-    for row in range(num_rows):
-        for got, wanted in zip((keys, values), gather_context(pool, 1, tables[row], num_tokens), strict=True):
-            assert torch.equal(got[row].float(), wanted)
+    table = on(batch, device).block_tables_RB[0]
+    gathered = dense_prefill.gather_row(pool, 1, table, num_tokens, length)
+    for got, wanted in zip(gathered, gather_context(pool, 1, table, num_tokens), strict=True):
+        assert torch.equal(got[:, :num_tokens].float(), wanted)
+        assert not got[:, num_tokens:].any()
 
 
 def check_mixed_step(device: torch.device, dtype: torch.dtype, dense_from: int) -> None:
@@ -143,8 +148,21 @@ def check_mixed_step(device: torch.device, dtype: torch.dtype, dense_from: int) 
         pool = filled_pool((num_blocks, 2, 2, 2, 16, 16), 1, batch, generator).to(device, dtype)
         batch = dataclasses.replace(on(batch, device), prefill_lengths=tuple(rows[batch.num_decodes :]))
         q = torch.randn(sum(tokens for tokens, _ in rows), 6, 16, generator=generator).to(device, dtype)
-        ops = CudaOps(device, num_multiprocessors=3, dense_from_tokens=dense_from)
+        ops = CudaOps(device, num_multiprocessors=3, dense_from_tokens=(dense_from, dense_from))
         assert_near(ops.attention(q, pool, 1, batch, 0.2), REFERENCE.attention(q, pool, 1, batch, 0.2))
+
+
+def check_lone_prompt(num_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Through the dense kernel, among memory that holds NaN."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_blocks = -(-num_tokens // 32) + 1
+    batch = paged_batch([(num_tokens, num_tokens)], 32, num_blocks, generator)
+    pool = filled_pool((num_blocks, 2, 2, 2, 32, 128), 1, batch, generator).to(device, dtype)
+    batch = dataclasses.replace(on(batch, device), prefill_lengths=((num_tokens, num_tokens),))
+    q = torch.randn(num_tokens, 8, 128, generator=generator).to(device, dtype)
+    poison = torch.full((64 * 2**20,), torch.nan, dtype=dtype, device=device)
+    del poison  # the allocator hands it out again
+    assert_near(CudaOps(device).attention(q, pool, 1, batch, 0.1), REFERENCE.attention(q, pool, 1, batch, 0.1))
 
 
 def check_norms(shape: tuple[int, ...], tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:
@@ -273,8 +291,23 @@ def check_sample(num_draws: int, vocabulary: int, tile: RowTile, device: torch.d
     assert (scores.amax(-1) - chosen <= 1e-5).all()
 
 
-def check_sample_floor(num_draws: int, vocabulary: int, ties: bool, tile: RowTile, device: torch.device) -> None:
-    """Every mix of the filters. The cut is the reference's, or, where sums round differently, a neighbour's."""
+def check_largest(num_draws: int, vocabulary: int, tile: RowTile, device: torch.device, dtype: torch.dtype) -> None:
+    """Of equals, which bfloat16 makes many, the first."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(num_draws, vocabulary + 3, generator=generator).to(device, dtype)[:, :vocabulary]
+    logits[0] = -torch.inf
+    logits[0, vocabulary // 2] = -5.0
+    out = torch.full((num_draws,), -7, device=device)
+    sample.largest(logits, out, tile)
+    first = (logits == logits.amax(-1, keepdim=True)).int().cpu().argmax(-1)
+    assert torch.equal(out.cpu(), first)
+
+
+def check_sample_floor(
+    num_draws: int, vocabulary: int, ties: bool, tile: RowTile, device: torch.device, most_candidates: int
+) -> None:
+    """Every mix of the filters, over candidates or, where they are too many, over whole rows. The cut is the reference's,
+    or, where sums round differently, a neighbour's."""
     generator = torch.Generator().manual_seed(vocabulary + num_draws)
     logits = torch.randn(num_draws, vocabulary, generator=generator) * 3
     logits = (logits.round() if ties else logits).to(device)
@@ -286,7 +319,7 @@ def check_sample_floor(num_draws: int, vocabulary: int, ties: bool, tile: RowTil
     top_k = pick(0, 1, 7, vocabulary)
     floor = torch.full((num_draws,), torch.nan, device=device)
     arguments = [t[:num_draws].to(device) for t in (temperature, min_p, top_k.to(torch.int32), top_p)]
-    sample_floor.sample_floor(logits, *arguments, floor, tile)
+    sample_floor.sample_floor(logits, *arguments, floor, tile, most_candidates)
     for i in range(num_draws):
         t, least_p, k, p = (float(a[i]) for a in arguments)
         scaled = (logits[i] - logits[i].max()) / t
@@ -311,3 +344,28 @@ def check_sample_floor(num_draws: int, vocabulary: int, ties: bool, tile: RowTil
             wanted,
             float(floor[i]),
         )
+
+
+def check_draws(kernels: draws.CudaDraws, device: torch.device, vocabulary: int) -> None:
+    """A sampler with the kernels against one without: greedy, plain, filtered and adjusted rows in one batch. Rows whose
+    best two scores are within rounding may differ; none of these seeds has one."""
+    shared = {"max_tokens": 100, "ignore_eos": True}
+    sampling = [
+        SamplingParams(**shared, temperature=0.0),
+        SamplingParams(**shared, temperature=1.0, seed=1),
+        SamplingParams(**shared, temperature=0.8, seed=2**64 - 1, top_p=0.9),
+        SamplingParams(**shared, temperature=1.3, seed=3, top_k=40, presence_penalty=1.0),
+        SamplingParams(**shared, temperature=1.0, seed=4, min_p=0.05, top_k=20, top_p=0.8),
+        SamplingParams(**shared, temperature=1e-35, seed=5),
+        SamplingParams(**shared, temperature=0.7, seed=6, logit_bias=((5, 3.0),), repetition_penalty=1.4),
+    ]
+    plain, fast = (Sampler(8, vocabulary, (3,), device) for _ in range(2))
+    plain._kernels, fast._kernels = None, kernels
+    for sampler in (plain, fast):
+        for row, each in enumerate(sampling):
+            sampler.start(RowStart(row, (1, 2), (), each))
+    generator = torch.Generator().manual_seed(vocabulary)
+    for position in range(2, 8):
+        logits = (torch.randn(len(sampling), vocabulary, generator=generator) * 3).to(device)
+        asked = [Draw(row, 0, position) for row in range(len(sampling))]
+        assert fast.sample(logits, asked).token_ids == plain.sample(logits, asked).token_ids

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from kernels.cuda import WholeRun, whole_runs
-from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
+from kernels.cuda import WholePrompt, whole_prompts
+from kernels.dense_prefill import rounded
+from kernels.draws import CudaDraws
+from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
 
 pytestmark = [pytest.mark.torch, pytest.mark.interpreter]
@@ -69,19 +71,33 @@ def test_prefill_leaves_whole_prompts_to_the_dense_kernel() -> None:
     checks.check_prefill([(5, 5), (9, 9), (9, 20)], 2, 2, 16, 8, tile, CPU, F32, whole_from=9)
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens", "block_size"), [(1, 1, 8), (3, 16, 8), (2, 23, 5), (1, 33, 16)])
-def test_gather_rows(num_rows: int, num_tokens: int, block_size: int) -> None:
-    checks.check_gather_rows(num_rows, num_tokens, 2, 16, block_size, CPU, F32)
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "block_size"), [(1, 1, 8), (16, 16, 8), (23, 40, 5), (33, 128, 16), (31, 33, 16)]
+)
+def test_gather_row(num_tokens: int, length: int, block_size: int) -> None:
+    checks.check_gather_row(num_tokens, length, 2, 16, block_size, CPU, F32)
+
+
+def test_prompts_are_computed_as_few_lengths() -> None:
+    lengths = [rounded(tokens) for tokens in range(1, 8193)]
+    assert all(length >= tokens for tokens, length in enumerate(lengths, 1))
+    assert all(length < tokens * 1.15 for tokens, length in enumerate(lengths[1023:], 1024))
+    assert len(set(lengths)) == 32
 
 
 def test_a_mixed_step_takes_the_dense_path_row_by_row() -> None:
     checks.check_mixed_step(CPU, F32, dense_from=9)
 
 
-def test_whole_prompts_of_one_length_go_together() -> None:
+def test_whole_prompts_are_those_that_are_their_whole_context() -> None:
     lengths = [(3, 3), (8, 8), (8, 8), (8, 20), (9, 9), (8, 8)]
-    assert whole_runs(lengths, 8) == [WholeRun(1, 2, 3, 16), WholeRun(4, 1, 27, 9), WholeRun(5, 1, 36, 8)]
-    assert whole_runs((), 8) == []
+    assert whole_prompts(lengths, 8) == [
+        WholePrompt(1, 3, 8),
+        WholePrompt(2, 11, 8),
+        WholePrompt(4, 27, 9),
+        WholePrompt(5, 36, 8),
+    ]
+    assert whole_prompts((), 8) == []
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (5, 48), (3, 3, 16), (7, 100), (2, 9, 32)])
@@ -128,6 +144,12 @@ def test_stale_blocks_are_counted(num_pulled: int, num_moved: int) -> None:
     checks.check_stale(1200, num_pulled, num_moved, CPU)
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+@pytest.mark.parametrize(("num_draws", "vocabulary"), [(1, 64), (5, 1000), (3, 65)])
+def test_largest(num_draws: int, vocabulary: int, dtype: torch.dtype) -> None:
+    checks.check_largest(num_draws, vocabulary, RowTile(64, 4), CPU, dtype)
+
+
 @pytest.mark.parametrize(("num_draws", "vocabulary"), [(1, 1), (4, 64), (9, 65), (6, 1000)])
 def test_sample(num_draws: int, vocabulary: int) -> None:
     checks.check_sample(num_draws, vocabulary, RowTile(64, 4), CPU)
@@ -135,5 +157,10 @@ def test_sample(num_draws: int, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("num_draws", "vocabulary"), [(3, 8), (12, 64), (12, 201)])
-def test_sample_floor(num_draws: int, vocabulary: int, ties: bool) -> None:
-    checks.check_sample_floor(num_draws, vocabulary, ties, RowTile(128, 4), CPU)
+@pytest.mark.parametrize("most_candidates", [2, 16, 256])
+def test_sample_floor(num_draws: int, vocabulary: int, ties: bool, most_candidates: int) -> None:
+    checks.check_sample_floor(num_draws, vocabulary, ties, RowTile(64, 4), CPU, most_candidates)
+
+
+def test_the_sampler_draws_by_kernels_what_it_draws_by_torch() -> None:
+    checks.check_draws(CudaDraws(CPU, tuning_of(CPU)), CPU, 700)
