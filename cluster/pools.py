@@ -99,14 +99,14 @@ class RayPools:
         failed with; whatever exists by then is remove()'s to end."""
         key = (spec.worker_id, spec.generation)
         placement = plan_placement(spec.layout, self._resources)
-        group = placement_group(
-            [dict(bundle) for bundle in placement.bundles],
-            strategy=placement.strategy,
-            name=self._group_name(*key),
-            lifetime="detached",
-        )
-        self._groups[key] = group
-        with _named(spec.worker_id, spec.generation):
+        with named(spec.worker_id, spec.generation):
+            group = placement_group(
+                [dict(bundle) for bundle in placement.bundles],
+                strategy=placement.strategy,
+                name=self._group_name(*key),
+                lifetime="detached",
+            )
+            self._groups[key] = group
             progress(f"waits for {describe_resources(placement.bundles)}")
             await group.ready()
             progress("starts")
@@ -260,9 +260,10 @@ def why(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _named(worker_id: str, generation: int) -> Iterator[None]:
-    """Ray's errors as ours, with the worker's name."""
+def named(worker_id: str, generation: int) -> Iterator[None]:
+    """Whatever a worker's start fails with, as ours and with the worker's name: it ends that worker, and no controller.
+    (Resources that Ray cannot set aside are a ValueError of its own.)"""
     try:
         yield
-    except (RayError, HeadraceError) as error:
+    except Exception as error:
         raise WorkerLost(f"{worker_id} (generation {generation}): {why(error)}") from error

@@ -1,6 +1,8 @@
 import pytest
+import ray
 
-from cluster.pools import actor_name, describe_resources, parse_actor_name, plan_placement
+from cluster.pools import actor_name, describe_resources, named, parse_actor_name, plan_placement
+from headrace.errors import WorkerLost
 from headrace.values import ParallelLayout
 
 
@@ -31,3 +33,14 @@ def test_an_actors_name_says_whose_rank_it_is() -> None:
 def test_resources_read_as_words() -> None:
     assert describe_resources([{"GPU": 4.0}]) == "4 GPU on one node"
     assert describe_resources([{"GPU": 4.0}, {"GPU": 4.0}]) == "2 × 4 GPU"
+
+
+class Rank:
+    pass
+
+
+@pytest.mark.parametrize("options", [{"num_gpus": 0.00001}, {"resources": {"GPU": 1.0}}])
+def test_what_ray_refuses_ends_the_workers_start_and_not_the_controller(options: dict[str, object]) -> None:
+    """Ray says it by a ValueError, which is none of its own errors."""
+    with pytest.raises(WorkerLost, match=r"prefill-0 \(generation 2\): ValueError: "), named("prefill-0", 2):
+        ray.remote(Rank).options(**options)
