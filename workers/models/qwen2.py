@@ -9,10 +9,11 @@ def traits(fields: Fields) -> Traits:
 
 
 def context(fields: Fields, tokens: int) -> ServedContext:
-    """`sliding_window` means nothing unless use_sliding_window is true, and then only from max_window_layers on."""
+    """`sliding_window` means nothing unless use_sliding_window is true, and then only from max_window_layers on (28
+    where it is not named)."""
     num_layers = fields.integer("num_hidden_layers")
     windowed = fields.flag("use_sliding_window", False)
-    if not windowed or fields.integer("max_window_layers", num_layers, low=0) >= num_layers:
+    if not windowed or fields.integer("max_window_layers", 28, low=0) >= num_layers:
         return ServedContext(tokens)
     return capped_to_window(fields, tokens)
 

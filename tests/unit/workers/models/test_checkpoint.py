@@ -63,6 +63,21 @@ class TestConfig:
         change(tmp_path, sliding_window=4096)
         assert read_config(tmp_path).context == ServedContext(256)
 
+    @pytest.mark.parametrize(("window", "served"), [({}, 4096), ({"sliding_window": None}, 8192)])
+    def test_mistral_without_a_word_of_its_window_has_the_first_versions(
+        self, tmp_path: pathlib.Path, window: dict[str, None], served: int
+    ) -> None:
+        """As transformers reads it: null is none, absent is 4096."""
+        make_checkpoint(tmp_path, "mistral", max_position_embeddings=8192, **window)
+        assert read_config(tmp_path).max_context_tokens == served
+
+    def test_qwen_windows_from_its_28th_layer_on_unless_it_says_otherwise(self, tmp_path: pathlib.Path) -> None:
+        make_checkpoint(tmp_path, "qwen2", sliding_window=100, use_sliding_window=True)
+        change(tmp_path, num_hidden_layers=28)
+        assert read_config(tmp_path).max_context_tokens == 256
+        change(tmp_path, num_hidden_layers=29)
+        assert read_config(tmp_path).max_context_tokens == 100
+
     def test_qwen_windows_only_where_it_says_so(self, tmp_path: pathlib.Path) -> None:
         make_checkpoint(tmp_path, "qwen2", sliding_window=100, use_sliding_window=False, max_window_layers=1)
         assert read_config(tmp_path).max_context_tokens == 256
