@@ -16,6 +16,8 @@ COMMANDS = {
     "up": "Start a cluster and keep it running.",
     "down": "End a cluster that `up` started, and only that.",
     "status": "Show the pools, their workers and what they do.",
+    "why": "Explain where a request ran: what was compared, predicted, and what happened.",
+    "replay-decision": "Make logged placements again, and say which differ.",
     "chat": "Talk to the model.",
     "generate": "Complete one prompt.",
     "model": "Fetch a model into a local folder.",
@@ -33,7 +35,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"cluster.commands.{cmd_name}").command
+        command = importlib.import_module(f"cluster.commands.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

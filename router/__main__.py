@@ -28,6 +28,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.store import connect
 from headrace.values import WorkerInfo
 from router.core import Core, running_core
+from router.decision_log import decision_log
 from router.edge.common import Edge
 from router.edge.connections import BoundedHttp
 from router.edge.grpc_api import Health, add_services, open_server
@@ -56,6 +57,7 @@ async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: 
         if config.redis.url is not None:
             store = connect(config.redis.url, budget_seconds=config.redis.budget_seconds)
             ends.push_async_callback(store.close)
+        note_decision = ends.enter_context(decision_log(config.router.decision_log, time.time))
         core = await ends.enter_async_context(
             running_core(
                 config,
@@ -64,6 +66,7 @@ async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: 
                 store=store,
                 workers=workers,
                 refuse=lambda info: _refuse(models, info),
+                note_decision=note_decision,
             )
         )
         edge = make_edge(config, models, core)

@@ -10,6 +10,7 @@ from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
+from router.decision_log import Note
 from router.decisions.index import Index
 from router.flight import Job, TextStream
 from router.follow import Follow, Store
@@ -36,6 +37,7 @@ async def running_core(
     refuse: Callable[[WorkerInfo], str | None] = lambda info: None,
     clock: Clock | None = None,
     randomness: random.Random | None = None,
+    note_decision: Note = lambda decision: None,
 ) -> AsyncIterator[Core]:
     """A running core; its tasks end with the block. `workers` are addresses that are sought beside those with a lease;
     without a store they are the only ones, and nothing is known of any cache."""
@@ -59,6 +61,7 @@ async def running_core(
         max_queue=config.limits.max_queue,
         request_seconds=config.limits.request_seconds,
         local_prefill_max_tokens=config.handoff.local_prefill_max_tokens,
+        note_decision=note_decision,
     )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(sessions.run(), name="sessions")]

@@ -70,14 +70,46 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended placement `placement` (counted from 0): which worker, and its error."""
+
+    placement: int
+    worker_id: str
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request ran where it ran, an entry for each placement, and what became of it."""
+    """Why a request ran where it ran, an entry for each placement, and what became of it: how it ended, or its state while
+    it runs. `seconds` from its arrival on; TTFT and TPOT None where they never were."""
 
     request_id: str
     whys: tuple[Why, ...]
+    failures: tuple[Failure, ...]
     outcome: str
     usage: Usage
     timeline: RequestTimeline
+    seconds: float
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+
+
+class Explanations:
+    """Owns the explanations of the last requests that ended, `limit` of them, by the ids that their edge gave them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_id: dict[str, Explanation] = {}
+
+    def add(self, explanation: Explanation) -> None:
+        self._by_id.pop(explanation.request_id, None)
+        self._by_id[explanation.request_id] = explanation
+        if len(self._by_id) > self._limit:
+            del self._by_id[next(iter(self._by_id))]
+
+    def find(self, request_id: str) -> Explanation | None:
+        return self._by_id.get(request_id)
 
 
 class Delta(Protocol):
@@ -125,6 +157,7 @@ class Flight:
         self.excluded: frozenset[str] = frozenset()
         self.first_error: HeadraceError | None = None
         self.whys: list[Why] = []
+        self.failures: list[Failure] = []
         self.outcome = "cancelled"
         self.cached_tokens = 0
         self.first_token_at: float | None = None
@@ -175,8 +208,29 @@ class Flight:
     def timeline(self) -> RequestTimeline:
         return RequestTimeline(self._worker_timeline, self.queue_seconds, self.decode, self.key.attempt)
 
-    def explanation(self) -> Explanation:
-        return Explanation(self.job.request_id, tuple(self.whys), self.outcome, self.usage(), self.timeline())
+    def failed(self, worker_id: str, error: HeadraceError) -> None:
+        """A worker of the last placement did not do its part."""
+        self.first_error = self.first_error or error
+        self.failures.append(Failure(len(self.whys) - 1, worker_id, error.type, error.message))
+
+    def tpot_seconds(self, now: float) -> float | None:
+        """The mean until now; None before a second token."""
+        if self.first_token_at is None or self.num_generated <= self.job.n:
+            return None
+        return (now - self.first_token_at) / (self.num_generated / self.job.n - 1)
+
+    def explanation(self, outcome: str, now: float) -> Explanation:
+        return Explanation(
+            self.job.request_id,
+            tuple(self.whys),
+            tuple(self.failures),
+            outcome,
+            self.usage(),
+            self.timeline(),
+            now - self.began,
+            self.first_token_at - self.began if self.first_token_at is not None else None,
+            self.tpot_seconds(now),
+        )
 
     def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:
         """The client's pieces of what the worker said: one for each sample that has something new."""

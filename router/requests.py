@@ -13,15 +13,17 @@ from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
+from router.decision_log import Note
 from router.decisions.admission import Admission, Admitted, Queued, Shed
 from router.decisions.caches import Caches
 from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
+from router.decisions.record import Decision
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.decisions.view import View, Views
-from router.flight import STATES, Explanation, Flight, Job, Piece, RequestTimeline, TextStream
+from router.flight import STATES, Explanation, Explanations, Flight, Job, Piece, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
 
@@ -70,6 +72,7 @@ class Requests:
         max_queue: int,
         request_seconds: float,
         local_prefill_max_tokens: int,
+        note_decision: Note = lambda decision: None,
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
@@ -80,13 +83,14 @@ class Requests:
         self._random = randomness
         self._request_seconds = request_seconds
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._note_decision = note_decision
         self._admission = Admission(max_queue)
         self._ledger = Ledger()
         self._health = Health()
         self._views = Views(self._ledger, self._health)
         self._flights: set[Flight] = set()
         self._turns: dict[str, asyncio.Future[None]] = {}
-        self._explanations: dict[str, Explanation] = {}
+        self._explanations = Explanations(NUM_EXPLANATIONS)
         self._generations: dict[str, int] = {}
         self._next_number = 0
         sessions.listen(self._heard_of)
@@ -115,8 +119,11 @@ class Requests:
             self._release(flight)
 
     def why(self, request_id: str) -> Explanation | None:
-        """The explanation of one of the last requests, by the id that its edge gave it."""
-        return self._explanations.get(request_id)
+        """The explanation of one that runs, or of one of the last requests, by the id that its edge gave it."""
+        running = next((flight for flight in self._flights if flight.job.request_id == request_id), None)
+        if running is not None:
+            return running.explanation(running.state, self._clock.now())
+        return self._explanations.find(request_id)
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
@@ -240,6 +247,7 @@ class Requests:
         )
         placement = place(ask, view, now)
         flight.whys.append(placement.why)
+        self._note_decision(Decision.of(flight.job.request_id, flight.key, view, now, placement))
         return placement
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
@@ -302,7 +310,7 @@ class Requests:
     def _place_again(self, flight: Flight, mailbox: Mailbox, error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
         self._health.failed(flight.decode, error, self._clock.now())
-        flight.first_error = flight.first_error or error
+        flight.failed(flight.decode, error)
         match after_rejection(flight.progress(), error):
             case End(error=last):
                 raise last
@@ -315,7 +323,7 @@ class Requests:
     def _prefill_again(self, flight: Flight, mailbox: Mailbox, prefill: str, error: HeadraceError) -> None:
         """The decode worker lost its prefill worker: it gets another one, or prefills alone."""
         self._health.failed(prefill, error, self._clock.now())
-        flight.first_error = flight.first_error or error
+        flight.failed(prefill, error)
         match after_peer_lost(flight.progress(), prefill, error):
             case End(error=last):
                 raise last
@@ -344,8 +352,9 @@ class Requests:
         self._health.succeeded(source)
         self._note_truth(flight, now)
         _E2E.observe(now - flight.began)
-        if flight.first_token_at is not None and flight.num_generated > flight.job.n:
-            _TPOT.observe((now - flight.first_token_at) / (flight.num_generated / flight.job.n - 1))
+        tpot_seconds = flight.tpot_seconds(now)
+        if tpot_seconds is not None:
+            _TPOT.observe(tpot_seconds)
 
     def _note_truth(self, flight: Flight, now: float) -> None:
         """What the index said of the worker that prefilled, against what that worker found."""
@@ -364,10 +373,7 @@ class Requests:
         self._let_go(flight, flight.ended_by_worker)
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)
-        self._explanations.pop(flight.job.request_id, None)
-        self._explanations[flight.job.request_id] = flight.explanation()
-        if len(self._explanations) > NUM_EXPLANATIONS:
-            del self._explanations[next(iter(self._explanations))]
+        self._explanations.add(flight.explanation(flight.outcome, self._clock.now()))
         _REQUESTS.labels(flight.job.model, flight.outcome).inc()
 
     def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:

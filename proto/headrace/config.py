@@ -84,6 +84,16 @@ class LimitsConfig(_Section):
     request_seconds: float = Field(default=600.0, gt=0)
 
 
+class DecisionLogConfig(_Section):
+    """A sample of a router's placements, each with its whole input, as JSON lines. One file for each router; it and the
+    older ones beside it take `num_files` × `max_bytes` of disk."""
+
+    path: str | None = Field(default=None, min_length=1, description="null: no log")
+    fraction: float = Field(default=0.01, gt=0, le=1, description="of the requests")
+    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    num_files: int = Field(default=4, ge=2, le=1000)
+
+
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
@@ -93,6 +103,7 @@ class RouterConfig(_Section):
     coalesce_seconds: float = Field(default=0.05, ge=0, le=1)
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     silent_seconds: float = Field(default=5.0, gt=0, description="a worker whose session is silent so long is out")
+    decision_log: DecisionLogConfig = DecisionLogConfig()
 
 
 class RedisConfig(_Section):

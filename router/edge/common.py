@@ -14,7 +14,7 @@ from headrace.errors import Draining, HeadraceError, InternalError, InvalidReque
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.intervals import Intervals
-from router.requests import Job, Piece
+from router.requests import Explanation, Job, Piece
 from router.text.limits import characters_of
 from router.text.served import Models, ServedModel
 
@@ -33,6 +33,7 @@ class Streams(Protocol):
     """What an edge needs of router.requests.Requests."""
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
+    def why(self, request_id: str, /) -> Explanation | None: ...
 
 
 class Edge:
@@ -86,6 +87,10 @@ class Edge:
     def unready(self) -> str | None:
         """Why this router should get no new requests, or None."""
         return "draining" if self._draining else self._unready()
+
+    def why(self, request_id: str) -> Explanation | None:
+        """Why a request ran where it ran, and what became of it, while that is remembered."""
+        return self._requests.why(request_id)
 
     async def drain(self) -> None:
         """Takes no new requests from now on; returns when those in flight have ended."""

@@ -1,9 +1,10 @@
-"""The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics).
+"""The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics, /why/ID).
 
 An error before the first token is an HTTP error. After the 200 of a stream it is one `data: {"error": …}` event, after
 which the stream ends without `[DONE]`: a client can tell it from a finished answer, and the openai SDK raises.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, InvalidRequest
+from router.decisions.codec import encode
 from router.edge import sse
 from router.edge.common import Edge
 from router.edge.http_errors import error_body, error_response, http_error_response
@@ -29,6 +31,7 @@ from router.requests import Job, Piece
 from router.text.served import ServedModel
 
 MAX_CHOICES = 1024
+CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"  # of an answer's id, before the request's
 B = TypeVar("B", ChatBody, CompletionBody)
 _log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class OpenAi:
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
+                Route("/why/{request_id:path}", self.why),
             ],
             exception_handlers={
                 HeadraceError: _refuse,
@@ -72,6 +76,17 @@ class OpenAi:
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def why(self, request: Request) -> Response:
+        """One request's way, as numbers: lengths, workers, seconds; nothing of its text. Yet it is one client's, so where
+        keys are configured this needs one, unlike what a scraper asks."""
+        self._edge.authorise(request.headers.get("authorization"))
+        given = request.path_params["request_id"]
+        names = (given, given.removeprefix(CHAT_PREFIX), given.removeprefix(COMPLETION_PREFIX))
+        explanation = next(filter(None, map(self._edge.why, names)), None)
+        if explanation is None:
+            raise HTTPException(404, f"this router knows no request {given!r}, or no longer")
+        return JSONResponse(await asyncio.to_thread(encode, explanation))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(model) for model in self._edge.models]})
@@ -101,7 +116,7 @@ class OpenAi:
                 _envelope(request),
             )
         model = self._edge.models.get(body.model)
-        head = self._head("chatcmpl-", job.request_id, model)
+        head = self._head(CHAT_PREFIX, job.request_id, model)
         reply = ChatReply(head, model.text, job.n, with_logprobs=body.logprobs)
         return sse.Answer(lambda send: self._answer(send, body, [job], reply))
 
@@ -121,7 +136,7 @@ class OpenAi:
             prompt if isinstance(prompt, str) else model.text.decode(prompt) for prompt in prompts if body.echo
         )
         reply = CompletionReply(
-            self._head("cmpl-", envelope.request_id, model),
+            self._head(COMPLETION_PREFIX, envelope.request_id, model),
             model.text,
             jobs[0].n,
             len(jobs),

@@ -14,7 +14,7 @@ from headrace.errors import HeadraceError
 from headrace.values import Timeline, TokenLogprobs, Usage
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
-from router.requests import Job, Piece, RequestTimeline
+from router.requests import Explanation, Job, Piece, RequestTimeline
 from router.text.served import Models, ServedModel
 from router.text.vocabulary import Text
 
@@ -33,6 +33,7 @@ class Scripted:
     fail_after: int = 0
     gate: asyncio.Semaphore | None = None
     cached_tokens: int = 0
+    explanations: dict[str, Explanation] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,6 +60,9 @@ class Scripted:
             if not finished and self.error is None:
                 self.cancelled.append(job.request_id)
             self.ended.set()
+
+    def why(self, request_id: str) -> Explanation | None:
+        return self.explanations.get(request_id)
 
     async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
         stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.clock import Clock, SystemClock
 from headrace.values import SamplingParams
+from router.decision_log import Note
 from router.decisions.index import Index
 from router.flight import Job, Piece
 from router.mailbox import Pacer
@@ -58,6 +59,7 @@ async def stage(
     coalesce_seconds: float = 0.0,
     request_seconds: float = 60.0,
     local_prefill_max_tokens: int = 0,
+    note_decision: Note = lambda decision: None,
 ) -> AsyncIterator[Stage]:
     clock = clock or SystemClock()
     sessions = Sessions("t", clock, heartbeat_seconds=heartbeat_seconds, silent_seconds=silent_seconds)
@@ -73,6 +75,7 @@ async def stage(
         max_queue=max_queue,
         request_seconds=request_seconds,
         local_prefill_max_tokens=local_prefill_max_tokens,
+        note_decision=note_decision,
     )
     sessions.seek([worker.address for worker in workers])
     keeping = asyncio.create_task(sessions.run())

@@ -34,7 +34,8 @@ from headrace.values import (
     Usage,
 )
 from router.decisions.admission import WORKER_BACKLOG
-from router.flight import Piece
+from router.decisions.record import Decision
+from router.flight import Failure, Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
 
@@ -258,6 +259,31 @@ async def test_a_deadline_that_passed_on_the_prefill_worker_ends_the_request() -
             await task
         assert await asyncio.wait_for(decode.cancels.get(), 10) == request.key
         assert decode.places.empty()
+
+
+async def test_why_tells_which_worker_failed_which_placement_while_the_request_runs_and_after() -> None:
+    decisions: list[Decision] = []
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode, note_decision=decisions.append) as on:
+        task, request = await begin(on, decode, request_id="mine")
+        decode.lose_peer(request.key, "p", TransferFailed("the link closed"))
+        key, _ = await asyncio.wait_for(decode.places.get(), 10)
+        running = on.requests.why("mine")
+        assert running is not None
+        assert (running.outcome, len(running.whys), running.ttft_seconds) == ("prefill", 2, None)
+        decode.emit(key, ids("ab"), num_generated=2, finish=LENGTH, usage=Usage(10, 2, 4))
+        await task
+        ended = on.requests.why("mine")
+        assert ended is not None
+        assert ended.failures == running.failures == (Failure(0, "p", "TransferFailed", "the link closed"),)
+        assert (ended.outcome, ended.usage, ended.timeline.attempts) == ("finished", Usage(10, 2, 4), 2)
+        assert ended.ttft_seconds is not None
+        assert ended.tpot_seconds is not None
+        assert 0 <= ended.ttft_seconds <= ended.ttft_seconds + ended.tpot_seconds <= ended.seconds
+        assert [(decision.request_id, decision.key.attempt) for decision in decisions] == [("mine", 1), ("mine", 2)]
+        assert tuple(decision.why for decision in decisions) == ended.whys
+        assert [decision.again() for decision in decisions] == decisions
+        assert [decision.prefill for decision in decisions] == ["p", None]
 
 
 async def test_without_another_prefill_worker_decode_prefills_alone() -> None:

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from headrace.clock import ManualClock
 from headrace.errors import Overloaded, WorkerLost
+from headrace.values import Role, Timeline, Usage
+from router.decisions.codec import decode
+from router.decisions.placement import Ask, place
+from router.decisions.view import View
 from router.edge.openai import OpenAi
 from router.edge.openai_models import ONLY_DEFAULT, ChatBody, CompletionBody
+from router.flight import Explanation, RequestTimeline
 from router.text.vocabulary import Text
 from tests.unit.router.checkpoints import sentencepiece, write
+from tests.unit.router.decisions.test_placement import worker
 from tests.unit.router.scripted import Scripted, make_edge
 
 ANSWER = "The quick brown fox"
@@ -528,3 +534,39 @@ async def test_case_60_draining_refuses_new_requests_and_waits_for_those_in_flig
             core.gate.release()
         assert (await live).status_code == 200
         await drained
+
+
+def explanation(request_id: str) -> Explanation:
+    ask, view = Ask(1000, 100), View((worker("p", Role.PREFILL), worker("d", Role.DECODE)))
+    whys = (place(ask, view, 0.0).why,)
+    timeline = RequestTimeline(Timeline(prefill_worker="p"), 0.25, "d", 1)
+    return Explanation(request_id, whys, (), "finished", Usage(1000, 2, 32), timeline, 2.0, 1.5, 0.5)
+
+
+@pytest.mark.parametrize("asked", ["a/b", "chatcmpl-a/b", "cmpl-a/b"])
+async def test_why_tells_operators_of_a_request_by_its_id_or_that_of_its_answer(
+    core: Scripted, clock: ManualClock, asked: str
+) -> None:
+    core.explanations["a/b"] = explanation("a/b")
+    async with client_of(core, clock) as client:
+        response = await client.get(f"/why/{asked}")
+        assert response.status_code == 200
+        assert decode(Explanation, response.json()) == explanation("a/b")
+
+
+async def test_a_client_s_own_id_may_begin_like_an_answer_s(core: Scripted, clock: ManualClock) -> None:
+    core.explanations = {"cmpl-a": explanation("cmpl-a"), "a": explanation("a")}
+    async with client_of(core, clock) as client:
+        assert (await client.get("/why/cmpl-a")).json()["request_id"] == "cmpl-a"
+
+
+async def test_why_of_an_unknown_request_is_a_404_and_needs_a_key_where_there_are_keys(
+    core: Scripted, clock: ManualClock
+) -> None:
+    async with client_of(core, clock, api_keys=("k",)) as client:
+        core.explanations["a"] = explanation("a")
+        assert (await client.get("/why/a")).status_code == 401
+        key = {"Authorization": "Bearer k"}
+        assert (await client.get("/why/a", headers=key)).status_code == 200
+        missing = await client.get("/why/b", headers=key)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")

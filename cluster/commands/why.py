@@ -1,0 +1,224 @@
+"""`headrace why`: why a request ran where it ran, and what became of it, as its router remembers it."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import click
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.commands.status import read
+from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
+from router.decisions.codec import decode
+from router.decisions.placement import Candidate, Pair, Why
+from router.flight import Explanation
+
+BUDGET_SECONDS = 5.0
+TABLE_WIDTH = 120  # a table in a file or a pipe is not cut
+MAX_ROWS = 16
+
+
+@click.command(name="why")
+@click.argument("request_id")
+@click.option("--cluster", help="The cluster's name; not needed when there is one.")
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    metavar="URL",
+    help="Routers to ask instead; may be given often: until one knows.",
+)
+@click.option("--api-key", envvar="HEADRACE_API_KEY", help="Or $HEADRACE_API_KEY; where routers have keys.")
+@click.option("--all", "with_all", is_flag=True, help="Every candidate, also those that were far from the best.")
+@click.option("--json", "as_json", is_flag=True, help="The whole explanation, as one object.")
+def command(
+    request_id: str, cluster: str | None, routers: tuple[str, ...], api_key: str | None, with_all: bool, as_json: bool
+) -> None:
+    """Explain request REQUEST_ID (X-Request-Id, or the id of its answer): the workers that were compared, what was
+    predicted of each, the pairs and their prices, the choice; then what happened.
+
+    A router remembers those that run and the last 512 that ended.
+    """
+    found = ask(routers or (read(cluster).http_url,), request_id, api_key)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    try:
+        explanation = decode(Explanation, found)
+    except ValueError as error:
+        raise InternalError(f"the router is of another version (--json shows what it says): {error}") from error
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(render(explanation, num_rows=None if with_all else MAX_ROWS))
+
+
+def ask(routers: Sequence[str], request_id: str, api_key: str | None) -> Any:
+    """What the first router that knows the request says. One that does not answer hides nothing that another knows."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    silent: HeadraceError | None = None
+    with httpx.Client(headers=headers, timeout=BUDGET_SECONDS, trust_env=False) as client:
+        for router in routers:
+            try:
+                response = client.get(f"{router.rstrip('/')}/why/{quote(request_id, safe='')}")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                silent = Unavailable(f"{router} does not answer: {error}")
+                continue
+            if response.status_code == 200:
+                return response.json()
+            if response.status_code == 401:
+                raise Unauthenticated(f"{router} needs an API key: give --api-key or set $HEADRACE_API_KEY")
+            if response.status_code != 404:
+                silent = Unavailable(f"{router} answered with status {response.status_code}")
+    raise silent or InvalidRequest(f"no router knows request {request_id!r}, or no longer", field="request_id")
+
+
+def render(explanation: Explanation, num_rows: int | None = MAX_ROWS) -> RenderableType:
+    usage = explanation.usage
+    counts = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated"
+    parts: list[RenderableType] = [Text(f"{explanation.request_id}  {explanation.outcome}: {counts}")]
+    if not explanation.whys:
+        parts.append(Text("  it was never placed"))
+    for number, why in enumerate(explanation.whys):
+        parts += [Text(), Text(_title(number, len(explanation.whys), why), style="bold"), _candidates(why, num_rows)]
+        if why.pairs:
+            parts.append(_pairs(why))
+        parts += [
+            Text(f"  failed: {failure.worker_id}: {failure.error}: {failure.message}", style="red")
+            for failure in explanation.failures
+            if failure.placement == number
+        ]
+    if explanation.whys:
+        parts += [Text(), Text("what happened", style="bold"), _outcome(explanation)]
+    return Group(*parts)
+
+
+def _title(number: int, num: int, why: Why) -> str:
+    ask, chosen = why.ask, why.chosen
+    title = f"placement {number + 1} of {num}: "
+    if chosen is None:
+        return f"{title}nowhere, {why.reason}"
+    notes = [REASONS.get(why.reason, why.reason)]
+    if why.num_near_equals > 1:
+        notes.append(f"drawn among {why.num_near_equals} near-equals")
+    if ask.decode is not None:
+        notes.append("the decode worker had it already")
+    if ask.excluded:
+        notes.append(f"without {', '.join(sorted(ask.excluded))}")
+    return f"{title}{_way(chosen)}  ({'; '.join(notes)})"
+
+
+REASONS = {
+    "pair": "prefill and decode apart",
+    "unified": "one worker for both",
+    "alone": "decode prefills: little is left to compute, it holds more, or prefill is busy",
+    "no_prefill_workers": "nobody prefills just now: decode does it",
+}
+
+
+def _way(pair: Pair) -> str:
+    return f"{pair.prefill} → {pair.decode}" if pair.prefill is not None else f"{pair.decode} alone"
+
+
+def _candidates(why: Why, num_rows: int | None) -> RenderableType:
+    """Those in a pair first, then by what they would cost; the refused last, with the reason."""
+    in_pairs = {("decode", pair.decode) for pair in why.pairs} | {("prefill", pair.prefill) for pair in why.pairs}
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, str, float]:
+        apart = (candidate.role, candidate.worker_id) not in in_pairs
+        cost = candidate.wait_seconds + candidate.prefill_seconds
+        return candidate.refused is not None, apart, candidate.role, cost
+
+    candidates = sorted(why.candidates, key=rank)
+    shown = candidates[:num_rows]
+    table = _table(left=("CANDIDATE", "ROLE"), right=("CACHED", "UNCACHED", "WAIT", "PREFILL", "TPOT JOINED", ""))
+    for candidate in shown:
+        uncached = why.ask.num_prompt_tokens - candidate.cached_tokens
+        figures = [
+            str(candidate.cached_tokens),
+            str(uncached),
+            _ms(candidate.wait_seconds),
+            _ms(candidate.prefill_seconds),
+        ]
+        figures.append(_ms(candidate.tpot_seconds) if candidate.role == "decode" else "")
+        if candidate.refused is not None:
+            table.add_row(
+                candidate.worker_id, candidate.role, *[""] * 5, f"passed over: {candidate.refused}", style="dim"
+            )
+        else:
+            table.add_row(candidate.worker_id, candidate.role, *figures, "")
+    if len(shown) == len(candidates):
+        return table
+    return Group(table, Text(f"  and {len(candidates) - len(shown)} more (--all)", style="dim"))
+
+
+def _pairs(why: Why) -> Table:
+    table = _table(left=("COMPARED",), right=("TTFT", "TRANSFER", "PULLED", "TPOT", "STALLS OTHERS", "PRICE"))
+    for pair in sorted(why.pairs, key=lambda pair: pair.price_seconds):
+        marked = pair == why.chosen
+        table.add_row(
+            f"{_way(pair)}{'  ← chosen' if marked else ''}",
+            _ms(pair.ttft_seconds),
+            _ms(pair.transfer_seconds),
+            str(pair.pulled_tokens),
+            _ms(pair.tpot_seconds),
+            _ms(pair.stall_seconds),
+            _ms(pair.price_seconds),
+            style="green" if marked else "",
+        )
+    return table
+
+
+def _outcome(explanation: Explanation) -> Table:
+    """The last placement's prediction beside what came; what a worker measured is known once the request has finished."""
+    chosen, source = explanation.whys[-1].chosen, _prefilled_by(explanation)
+    timeline, worker = explanation.timeline, explanation.timeline.worker
+    finished = explanation.outcome == "finished"
+    table = _table(left=("",), right=("PREDICTED", "ACTUAL"))
+    if chosen is not None and source is not None:
+        pulled = chosen.pulled_tokens if source.role == "prefill" else 0
+        ran_on = (worker.prefill_worker or timeline.decode_worker, timeline.decode_worker)
+        for name, predicted, actual in (
+            ("prefilled by", chosen.prefill or chosen.decode, ran_on[0]),
+            ("decoded by", chosen.decode, ran_on[1]),
+            ("cached tokens", str(source.cached_tokens + pulled), str(explanation.usage.cached_tokens)),
+            ("queue at the workers", _ms(source.wait_seconds), _ms(worker.queue_seconds)),
+            ("prefill", _ms(source.prefill_seconds), _ms(worker.prefill_seconds)),
+            ("transfer not hidden", _ms(chosen.transfer_seconds), _ms(worker.transfer_exposed_seconds)),
+        ):
+            table.add_row(name, predicted, actual if finished else "")
+        table.add_row("TTFT at the workers", _ms(chosen.ttft_seconds), "")
+        table.add_row("TPOT", _ms(chosen.tpot_seconds), _ms(explanation.tpot_seconds))
+    table.add_row("queue in the router", "", _ms(timeline.router_queue_seconds))
+    table.add_row("TTFT from its arrival on", "", _ms(explanation.ttft_seconds))
+    table.add_row("in all", "", _ms(explanation.seconds))
+    table.add_row("attempts", "", str(timeline.attempts))
+    return table
+
+
+def _prefilled_by(explanation: Explanation) -> Candidate | None:
+    """The candidate whose part the prompt was: a decode worker with little left to compute does it itself, whatever the
+    placement. While it runs, the one that was chosen."""
+    why, worker = explanation.whys[-1], explanation.timeline.worker
+    if why.chosen is None:
+        return None
+    handed_off = worker.prefill_worker != "" if explanation.outcome == "finished" else why.chosen.prefill is not None
+    role = "prefill" if handed_off and why.chosen.prefill is not None else "decode"
+    name = why.chosen.prefill if role == "prefill" else why.chosen.decode
+    return next(candidate for candidate in why.candidates if (candidate.worker_id, candidate.role) == (name, role))
+
+
+def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=True, padding=(0, 2))
+    for column in left:
+        table.add_column(column, no_wrap=True)
+    for column in right:
+        table.add_column(column, no_wrap=True, justify="right")
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds is not None else ""
