@@ -3,7 +3,8 @@
     filter → predict each candidate → price pairs among the best few, and decode alone → pick among near-equals
 
 All prices are seconds. A pair's price is what everyone waits because of it: the request's time to its first token,
-its output at the predicted TPOT, and, where the decode worker prefills by itself, the stall of those it decodes.
+its output at the predicted TPOT, and the stall of others: of the prompts that wait on the prefill worker (as many will
+come while it is busy as wait there now), or, where the decode worker prefills by itself, of those it decodes.
 
 Where decode holds more of the prompt than prefill there are three ways: prefill computes it again, prefill pulls it from
 decode, decode does the rest alone. The first two are one pair, at the lower of their prices.
@@ -57,6 +58,7 @@ class Candidate:
     wait_seconds: float = 0.0
     prefill_seconds: float = 0.0
     tpot_seconds: float = 0.0
+    stall_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -180,7 +182,9 @@ def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Can
         if cached >= num_prompt_tokens:
             cached = num_prompt_tokens - 1
         compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
-        taken[worker_id] = Candidate(worker_id, "prefill", None, cached, worker.queue_seconds, compute)
+        stall = compute * worker.load.num_waiting
+        wait = worker.queue_seconds
+        taken[worker_id] = Candidate(worker_id, "prefill", None, cached, wait, compute, stall_seconds=stall)
     return _sound(taken, refused, "prefill", ejected), refused
 
 
@@ -235,7 +239,7 @@ def _decode_price(candidate: Candidate) -> float:
 
 
 def _prefill_price(candidate: Candidate) -> float:
-    return candidate.wait_seconds + candidate.prefill_seconds
+    return candidate.wait_seconds + candidate.prefill_seconds + candidate.stall_seconds
 
 
 def _best_few(
@@ -284,7 +288,8 @@ def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerVie
     exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, after)
     wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
     ttft = wait + pull_seconds + after.prefill_seconds + exposed
-    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, pull_seconds + exposed, 0.0, pulled)
+    transfer, stall = pull_seconds + exposed, after.prefill_seconds * prefill.load.num_waiting
+    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, transfer, stall, pulled)
 
 
 def _pulled(

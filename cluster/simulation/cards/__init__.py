@@ -13,7 +13,7 @@ apart there what an engine's benchmark says together:
 import json
 import pathlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from headrace.costmodel import CostModel
 from headrace.errors import ConfigError
@@ -27,13 +27,15 @@ KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2  # Llama-3.1-8B in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One worker of one GPU. `source` says where the cost comes from, and what of it is a guess."""
+    """One worker of one GPU. `source` says where the cost comes from, and what of it is a guess; `figures` are those that
+    were measured, as they were then."""
 
     name: str
     source: str
     cost: CostModel
     num_blocks: int
     block_bytes: int
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)

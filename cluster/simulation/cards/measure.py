@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from cluster.simulation import cards
 from cluster.simulation.cards import Card
+from headrace.costmodel import CostModel
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 NUM_BLOCKS = 13_000
@@ -15,18 +16,29 @@ BLOCK_BYTES = 4 * 2**20
 def h100(folder: pathlib.Path = BENCHMARKS) -> Card:
     """One H100 with the Llama-3.1-8B shape in bfloat16, blocks of 32 tokens. The link was measured on H200, whose NVLink
     is the same."""
-    kernels, pull = _rows(folder / "kernels-h100.json"), _rows(folder / "kernels-h200-pull.json")
-    bandwidth = pull["pull_512mib_gbps"] * 1e9
-    cost = cards.fit(
-        _rows(folder / "engine-h100.json"),
-        attention_bytes_per_second=kernels["decode_b128_1k_fraction"] * kernels["copy_gbps"] * 1e9,
-        transfer=(2**24 / (pull["pull_16mib_gbps"] * 1e9) - 2**24 / bandwidth, bandwidth),
-    )
+    engine, kernels = _rows(folder / "engine-h100.json"), _rows(folder / "kernels-h100.json")
+    pull = _rows(folder / "kernels-h200-pull.json")
+    wanted = ("prefill_1024", "prefill_4096", "ttft_1024", *(f"decode_b{batch}" for batch in cards.DECODE_BATCHES))
+    figures = {
+        **{name: engine[name] for name in wanted},
+        "attention_bytes_per_second": kernels["decode_b128_1k_fraction"] * kernels["copy_gbps"] * 1e9,
+        "pull_16mib_gbps": pull["pull_16mib_gbps"],
+        "pull_512mib_gbps": pull["pull_512mib_gbps"],
+    }
     source = (
         "fitted from docs/benchmarks: engine-h100.json (decode_b*, prefill_*, ttft_1024), kernels-h100.json (bandwidth of "
         "decode attention), kernels-h200-pull.json (link); num_blocks: what 80 GB leave beside 16 GB of weights"
     )
-    return Card("h100", source, cost, NUM_BLOCKS, BLOCK_BYTES)
+    return Card("h100", source, cost_of(figures), NUM_BLOCKS, BLOCK_BYTES, figures)
+
+
+def cost_of(figures: Mapping[str, float]) -> CostModel:
+    bandwidth = figures["pull_512mib_gbps"] * 1e9
+    return cards.fit(
+        figures,
+        attention_bytes_per_second=figures["attention_bytes_per_second"],
+        transfer=(2**24 / (figures["pull_16mib_gbps"] * 1e9) - 2**24 / bandwidth, bandwidth),
+    )
 
 
 def _rows(path: pathlib.Path) -> Mapping[str, float]:

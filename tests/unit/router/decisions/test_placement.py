@@ -99,6 +99,14 @@ def test_case_37_a_hot_prefix_does_not_draw_everything_to_one_worker() -> None:
     assert max(waiting.values()) <= 1.25 * sum(waiting.values()) / 3
 
 
+def test_what_is_computed_again_is_paid_by_all_who_wait() -> None:
+    """The warm worker's queue is longer by more than its cache saves this one prompt, and by less than it saves them."""
+    warm = p("warm", load=Load(num_waiting=4, waiting_prefill_tokens=3000))
+    cold = p("cold", load=Load(num_waiting=4, waiting_prefill_tokens=2000))
+    assert placed(replace(ASK, cached_tokens={"warm": 512}), warm, cold, d("d")) == ("d", "warm")
+    assert placed(ASK, warm, cold, d("d")) == ("d", "cold")
+
+
 def test_a_short_remainder_is_prefilled_where_it_decodes() -> None:
     ask = replace(ASK, cached_tokens={"d": 960, "p": 960}, local_prefill_max_tokens=64)
     assert placed(ask, p("p"), d("d")) == ("d", None)
