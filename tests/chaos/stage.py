@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import httpx
@@ -90,6 +91,7 @@ class Stage:
     sdk: openai.AsyncOpenAI
     http: httpx.AsyncClient
     workers: dict[str, Member] = field(default_factory=dict)
+    num_asked: int = 0
 
     @property
     def p0(self) -> Member:
@@ -135,22 +137,35 @@ class Stage:
 
     @asynccontextmanager
     async def decoding(self, *faults: Any, step_seconds: float = 0.02) -> AsyncIterator[None]:
-        """The decode worker is busy with two slow streams, so that it leaves prompts to the prefill worker: whom a
-        prefill would hold up is what decides it. The `faults` are in force on it once that is so."""
+        """The decode worker is busy with slow streams, beside the `faults`: it is likelier then to leave prompts to the
+        prefill worker, since there is somebody whom a prefill would hold up."""
         slow = Fault(point="step", action="delay", seconds=step_seconds)
         await self.d0.faults(slow)
         live = [await self.ask(f"live{number}", 5, max_tokens=500, stream=True) for number in range(2)]
-
-        async def handed_over() -> bool:
-            return prefilled_by(await self.ask("probe", 20, max_tokens=2)) == "p0"
-
         try:
-            await until(handed_over, 30)
             await self.d0.faults(slow, *faults)
             yield
         finally:
             for stream in live:
                 await stream.close()
+
+    async def hand_over(self, length: int) -> "tuple[str, asyncio.Task[Any]]":
+        """A request of which the prefill worker holds the ticket, and its name. Where a prompt is computed is decided by
+        price: others are asked until one is handed over."""
+
+        async def num_tickets() -> float:
+            return (await self.worker_samples("p0"))[metrics.IN_FLIGHT, "ticket"]
+
+        before = await num_tickets()
+        async with asyncio.timeout(30):
+            while True:
+                self.num_asked += 1
+                name = f"handed{self.num_asked}"
+                asking = asyncio.create_task(self.ask(name, length))
+                while not asking.done():
+                    if await num_tickets() > before:
+                        return name, asking
+                await asking
 
     async def samples(self, url: str) -> Samples:
         """What is exposed there, by (name, value of its one label)."""
@@ -227,7 +242,9 @@ class Stage:
 
 
 def prompt(name: str, length: int) -> list[int]:
-    return [(sum(name.encode()) * 13 + 7 * at) % 200 + 3 for at in range(length)]
+    """Token ids that no other name begins with."""
+    start = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little")
+    return [(start // 7**at % 199 if at < 8 else start + 7 * at) % 200 + 3 for at in range(length)]
 
 
 def text_of(answer: Any) -> str:
