@@ -39,6 +39,7 @@ Observe = Callable[[StepPlan, Tensor], None]
 Fill = Callable[[Checkpoint, tuple[Wanted, ...], LoadProgress], None]
 
 WARM_UP = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
+GREEDY_WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 
 
 def make_runner(spec: WorkerSpec, rank: int, store: Store, *, record_margins: bool = False) -> "Runner":
@@ -132,15 +133,19 @@ class Runner:
         self._passing: tuple[Tensor, Work] | None = None
 
     def warm_up(self) -> None:
-        """A step of full length and one of one token, in the trash block: what is made on first use is made now."""
-        size = self._engine.block_size
+        """Steps of full length, of one token, and of a later chunk, drawn from by chance and greedily, in the trash block:
+        what is made on first use is made now."""
+        size, trash = self._engine.block_size, self.pool.trash_block
         length = min(self._engine.max_step_tokens, self.max_context_tokens - 1)
-        blocks = (self.pool.trash_block,) * (length // size + 1)
         self._ops.prepare(self._num_heads, self.slab.num_kv_heads, self.slab.head_dim, self._dtype, length)
         start = RowStart(0, (0,) * length, (), WARM_UP)
-        prompt = RowWork(0, 0, length, (0,) * length, blocks)
-        self.run(StepPlan(-2, (prompt,), 0, starts=(start,)))
-        self.run(StepPlan(-1, (RowWork(0, length, 1, None),), 1))
+        prompt = RowWork(0, 0, length, (0,) * length, (trash,) * (length // size + 1))
+        self.run(StepPlan(-4, (prompt,), 0, starts=(start,)))
+        self.run(StepPlan(-3, (RowWork(0, length, 1, None),), 1))
+        start = RowStart(0, (0, 0, 0), (), GREEDY_WARM_UP)
+        chunks = RowWork(0, 0, 1, (0,), (trash,) * -(-3 // size), num_samples=0), RowWork(0, 1, 2, (0, 0))
+        self.run(StepPlan(-2, chunks[:1], 0, starts=(start,), ends=(0,)))
+        self.run(StepPlan(-1, chunks[1:], 0))
         self.run(StepPlan(0, (), 0, ends=(0,)))
         if self._graphs is not None:
             with torch.inference_mode():
