@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from headrace.values import RequestKey
 from router.decisions.placement import Ask, place
@@ -14,6 +14,7 @@ from tests.unit.router.decisions.test_placement import d, p
 KEY = RequestKey("router:1")
 
 
+@settings(deadline=None)
 @given(decisions())
 def test_a_decision_is_the_same_after_its_line(decision: Decision) -> None:
     line = to_line(decision, 1.5)
@@ -21,6 +22,7 @@ def test_a_decision_is_the_same_after_its_line(decision: Decision) -> None:
     assert from_line(line) == decision
 
 
+@settings(deadline=None)
 @given(decisions())
 def test_production_s_place_says_the_same_to_what_was_logged(decision: Decision) -> None:
     """Workers, candidates, prices, near-equals and refusals: all of it."""
