@@ -37,7 +37,7 @@ class EngineActor:
 
         from workers.ranks.build import build_executor
         from workers.ranks.rendezvous import listen
-        from workers.service import serve
+        from workers.serve import serve
 
         self._spec = spec = on_this_node(spec)
         rendezvous = listen(spec.host, spec.rendezvous_token)

@@ -27,7 +27,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.values import ParallelLayout, Role, WorkerInfo
 from workers.identity import Identity
 from workers.ranks.build import build_executor
-from workers.service import serve
+from workers.serve import serve
 from workers.spec import WorkerSpec
 
 Command = Callable[..., None]

@@ -1,6 +1,4 @@
-"""A whole worker: one engine behind gRPC, from start to drained.
-
-    serve(spec, executor)        from a Ray actor, or from `python -m workers`
+"""A whole worker: one engine behind gRPC, its parts and their wiring (`workers.serve` runs it from start to drained).
 
 Health is this worker's own: it does not depend on peers, on routers or on Redis.
 """
@@ -18,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.blocks import BlockHasher, probe
 from headrace.clock import Clock, SystemClock
-from headrace.errors import Draining, HeadraceError, InternalError
+from headrace.errors import Draining, HeadraceError
 from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from headrace.values import BlockCounts, Compatibility, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
@@ -336,52 +334,6 @@ class Worker:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *SERVICES):
             await self._health.set(service, status)
-
-
-async def serve(
-    spec: WorkerSpec,
-    executor: Executor,
-    *,
-    identity: Identity | None = None,
-    ready: Callable[[WorkerInfo], None] | None = None,
-    stop: asyncio.Event | None = None,
-    grace_seconds: float = 30.0,
-    registry: CollectorRegistry | None = None,
-) -> None:
-    """Runs a worker on `executor` until `stop` is set, then drains and returns. Closes the executor however it ends.
-
-    `ready` is called once requests are taken. Raises WorkerLost when a rank is lost or a step fails; routers have then
-    been told.
-    """
-    worker = Worker(spec, executor, identity or Identity.of(spec), registry=registry)
-    failure: HeadraceError | None = None
-    try:
-        info = await worker.start()
-        running = asyncio.create_task(worker.run())
-        stopping = asyncio.create_task((stop or asyncio.Event()).wait())
-        try:
-            if ready is not None:
-                ready(info)
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                draining = asyncio.create_task(worker.drain(grace_seconds))
-                await asyncio.wait({running, draining}, return_when=asyncio.FIRST_COMPLETED)
-                draining.cancel()
-        finally:
-            stopping.cancel()
-            running.cancel()
-            await asyncio.wait({running})
-        if not running.cancelled() and (error := running.exception()) is not None:
-            failure = _reason(error)
-            raise failure from error
-    finally:
-        await worker.close(failure)
-
-
-def _reason(error: BaseException) -> HeadraceError:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, HeadraceError) else InternalError(f"{type(error).__name__}: {error}")
 
 
 def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:

@@ -169,18 +169,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def _report(self, session: RouterStream) -> None:
         """On change, but not faster than every MIN_REPORT_SECONDS; without one every MAX_REPORT_SECONDS. Ends the
-        session of a router that pinged and then fell silent: its host is gone, though the connection is not."""
-        while session.pinged_at is None or self._engine.clock.now() - session.pinged_at < SILENT_SECONDS:
-            version = self._engine.version
-            session.send(worker_pb2.WorkerMessage(load=wire.report_to_pb(self._status.report(session))))
-            await asyncio.sleep(MIN_REPORT_SECONDS)
-            if version == self._engine.version:
-                try:
-                    async with asyncio.timeout(MAX_REPORT_SECONDS - 2 * MIN_REPORT_SECONDS):
-                        await self._engine.next_change()
-                except TimeoutError:
-                    continue
-        log.warning("router %s was silent for %g s: its session is closed", session.router_id, SILENT_SECONDS)
+        session of a router that pinged and then fell silent (its host is gone, though the connection is not), or that
+        cannot be reported to."""
+        try:
+            while session.pinged_at is None or self._engine.clock.now() - session.pinged_at < SILENT_SECONDS:
+                version = self._engine.version
+                session.send(worker_pb2.WorkerMessage(load=wire.report_to_pb(self._status.report(session))))
+                await asyncio.sleep(MIN_REPORT_SECONDS)
+                if version == self._engine.version:
+                    try:
+                        async with asyncio.timeout(MAX_REPORT_SECONDS - 2 * MIN_REPORT_SECONDS):
+                            await self._engine.next_change()
+                    except TimeoutError:
+                        continue
+            log.warning("router %s was silent for %g s: its session is closed", session.router_id, SILENT_SECONDS)
+        except Exception:
+            # Without reports the router would place by what it heard last, for ever.
+            log.exception("no report could be made to router %s: its session is closed", session.router_id)
         # Here, and not where the stream ends: a frozen router reads nothing, so what is being sent may never be over.
         self._intake.close_session(session)
         session.end()

@@ -12,7 +12,7 @@ source hears Release or Abort; blocks that a rank may still write into stay quar
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace import wire
 from headrace.errors import LinkClosed, TransferFailed
@@ -88,11 +88,13 @@ class Puller:
         request. Cancelled, it leaves the request to the caller too.
         """
         key = request.key
+        asked_at = self._engine.clock.now()
         expected = await self._claim(key)
         link, ranks = await self.peers.link(target)
         with link.conversation(key) as talk:
             offered = self._engine.scheduler.incoming.held_blocks(key) if request.offer_held else ()
-            ticket = Ticket(request, expected.held_blocks, router_id, offered)
+            left = _time_left(request, self._engine.clock.now() - asked_at)
+            ticket = Ticket(left, expected.held_blocks, router_id, offered)
             link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
             announced = Announced(expected)
             while True:
@@ -200,3 +202,10 @@ class Puller:
         self.num_handoffs += 1
         self._engine.changed()
         return outputs
+
+
+def _time_left(request: Request, waited_seconds: float) -> Request:
+    """The request as its source shall see it: deadlines travel as time left, and some of it was spent on waiting here."""
+    if request.seconds_left is None:
+        return request
+    return replace(request, seconds_left=max(request.seconds_left - waited_seconds, 0.0))

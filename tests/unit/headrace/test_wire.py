@@ -32,20 +32,19 @@ from headrace.values import (
 )
 
 tokens = st.integers(0, 2**31 - 1)
-# What a float32 on the wire keeps exactly.
-thirty_seconds = st.integers(-64, 64).map(lambda n: n / 32)
+biases = st.integers(-64, 64).map(lambda n: n / 32)  # float32 on the wire
 
 samplings = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 100),
-    temperature=st.integers(0, 64).map(lambda n: n / 32),
-    top_p=st.integers(1, 32).map(lambda n: n / 32),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(0, 100),
-    min_p=st.integers(0, 32).map(lambda n: n / 32),
-    presence_penalty=thirty_seconds,
-    frequency_penalty=thirty_seconds,
-    repetition_penalty=st.integers(1, 64).map(lambda n: n / 32),
-    logit_bias=st.lists(st.tuples(tokens, thirty_seconds), max_size=3).map(tuple),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0, 2, exclude_min=True),
+    logit_bias=st.lists(st.tuples(tokens, biases), max_size=3).map(tuple),
     seed=st.integers(0, 2**64 - 1),
     min_tokens=st.integers(0, 1),
     ignore_eos=st.booleans(),

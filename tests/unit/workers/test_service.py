@@ -21,7 +21,7 @@ from tests.session import open_session
 from tests.unit.workers.memory import VOCAB, MemoryExecutor
 from tests.unit.workers.rig import ENGINE, IDENTITY, Rig, a_request, a_worker
 from workers import streams
-from workers.service import serve
+from workers.serve import serve
 from workers.spec import WorkerSpec
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -210,6 +210,17 @@ async def test_reports_come_without_change_too() -> None:
     async with a_worker() as rig, rig.router() as router:
         for _ in range(2):
             await router.report(lambda report: True)
+
+
+async def test_a_router_that_cannot_be_reported_to_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(session: object) -> None:
+        raise RuntimeError("no report today")
+
+    async with a_worker() as rig, rig.router() as router:
+        await router.report(lambda report: True)
+        monkeypatch.setattr(rig.worker, "report", broken)
+        async with asyncio.timeout(10):
+            await router.ended.wait()
 
 
 async def test_a_ping_is_answered() -> None:
