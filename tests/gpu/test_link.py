@@ -49,6 +49,16 @@ def test_a_pools_memory_is_free_when_nobody_has_it() -> None:
     assert free[0] - free[2] < BLOCKS_BYTES
 
 
+def test_a_settled_pool_holds_what_the_stream_was_given() -> None:
+    pool = filled_pool(1, CUDA)
+    other = torch.cuda.Stream(CUDA)
+    torch.cuda._sleep(200_000_000)
+    pool.tensor[3].fill_(7.0)
+    pool.settle()
+    with torch.cuda.stream(other):
+        assert (pool.tensor[3] == 7.0).all()
+
+
 def test_a_pull_is_there_for_what_is_launched_after_it_and_waits_for_no_step() -> None:
     """A step that runs meanwhile on the compute stream reads other blocks: the pull ends before it does."""
     pool, target = filled_pool(1, CUDA), filled_pool(2, CUDA)

@@ -50,6 +50,12 @@ class KvPool:
     def trash_block(self) -> int:
         return self.num_blocks
 
+    def settle(self) -> None:
+        """Waits until the calling thread's stream has done what it was given. From then on a link may read the blocks that
+        this wrote, and write those that this was the last to use: neither would wait for the stream."""
+        if self.exportable is not None:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
     def set_epochs(self, fresh: Iterable[tuple[int, int]]) -> None:
         """Blocks changed hands: from here on a reader that expects an older epoch finds out."""
         for block, epoch in fresh:
