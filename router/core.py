@@ -37,7 +37,7 @@ async def running_core(
     refuse: Callable[[WorkerInfo], str | None] = lambda info: None,
     clock: Clock | None = None,
     randomness: random.Random | None = None,
-    note_decision: Note = lambda decision: None,
+    note_decision: Note = lambda key, decision: None,
 ) -> AsyncIterator[Core]:
     """A running core; its tasks end with the block. `workers` are addresses that are sought beside those with a lease;
     without a store they are the only ones, and nothing is known of any cache."""

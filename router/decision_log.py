@@ -21,6 +21,7 @@ from prometheus_client import Counter
 from headrace import metrics
 from headrace.config import DecisionLogConfig
 from headrace.errors import ConfigError
+from headrace.values import RequestKey
 from router.decisions.record import Decision, to_line
 
 MAX_QUEUED = 256
@@ -29,7 +30,8 @@ _LOGGED = Counter(metrics.DECISIONS_LOGGED, "Placements written to the decision 
 _DROPPED = Counter(metrics.DECISIONS_DROPPED, "Placements that were sampled and not logged.", ["reason"])
 _log = logging.getLogger(__name__)
 
-Note = Callable[[Decision], None]
+Note = Callable[[RequestKey, Callable[[], Decision]], None]
+"""Hears of every decision, and makes those that it keeps."""
 
 
 class DecisionLog:
@@ -44,11 +46,11 @@ class DecisionLog:
         self._thread = threading.Thread(target=self._write, name="decision-log", daemon=True)
         self._thread.start()
 
-    def note(self, decision: Decision) -> None:
-        if not is_sampled(decision.key.request_id, self._fraction):
+    def note(self, key: RequestKey, decision: Callable[[], Decision]) -> None:
+        if not is_sampled(key.request_id, self._fraction):
             return
         try:
-            self._queue.put_nowait((decision, self._unix_seconds()))
+            self._queue.put_nowait((decision(), self._unix_seconds()))
         except queue.Full:
             _DROPPED.labels("queue").inc()
 
@@ -119,7 +121,7 @@ def decision_log(config: DecisionLogConfig, unix_seconds: Callable[[], float]) -
     """Where decisions are noted; nowhere without a path. ConfigError when the file cannot be had, or is another router's:
     two that rotate one file lose lines."""
     if config.path is None:
-        yield lambda decision: None
+        yield lambda key, decision: None
         return
     path = pathlib.Path(config.path).expanduser()
     with contextlib.ExitStack() as ends:

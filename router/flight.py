@@ -17,7 +17,7 @@ from headrace.values import (
     Usage,
 )
 from router.decisions.caches import Prediction
-from router.decisions.placement import Placed, Why
+from router.decisions.placement import Decided, Placed, Why
 from router.decisions.retry import Progress
 
 STATES = ("queued", "prefill", "decode")
@@ -156,7 +156,7 @@ class Flight:
         self.prediction: Prediction | None = None
         self.excluded: frozenset[str] = frozenset()
         self.first_error: HeadraceError | None = None
-        self.whys: list[Why] = []
+        self.decided: list[Decided] = []
         self.failures: list[Failure] = []
         self.outcome = "cancelled"
         self.cached_tokens = 0
@@ -211,7 +211,7 @@ class Flight:
     def failed(self, worker_id: str, error: HeadraceError) -> None:
         """A worker of the last placement did not do its part."""
         self.first_error = self.first_error or error
-        self.failures.append(Failure(len(self.whys) - 1, worker_id, error.type, error.message))
+        self.failures.append(Failure(len(self.decided) - 1, worker_id, error.type, error.message))
 
     def tpot_seconds(self, now: float) -> float | None:
         """The mean until now; None before a second token."""
@@ -222,7 +222,7 @@ class Flight:
     def explanation(self, outcome: str, now: float) -> Explanation:
         return Explanation(
             self.job.request_id,
-            tuple(self.whys),
+            tuple([decided.why for decided in self.decided]),
             tuple(self.failures),
             outcome,
             self.usage(),

@@ -72,7 +72,7 @@ class Requests:
         max_queue: int,
         request_seconds: float,
         local_prefill_max_tokens: int,
-        note_decision: Note = lambda decision: None,
+        note_decision: Note = lambda key, decision: None,
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
@@ -246,8 +246,8 @@ class Requests:
             tie=self._random.random(),
         )
         placement = place(ask, view, now)
-        flight.whys.append(placement.why)
-        self._note_decision(Decision.of(flight.job.request_id, flight.key, view, now, placement))
+        flight.decided.append(placement.decided)
+        self._note_decision(flight.key, partial(Decision.of, flight.job.request_id, flight.key, view, now, placement))
         return placement
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
@@ -255,7 +255,7 @@ class Requests:
         flight.waits_for_prefill = True
         if flight.prediction is not None:
             self._caches.placed(flight.key.request_id, flight.prediction, placed, self._clock.now())
-        _PLACEMENTS.labels(placed.why.reason).inc()
+        _PLACEMENTS.labels(placed.decided.reason).inc()
         self._ledger.open(
             flight.key.request_id,
             decode=flight.decode,

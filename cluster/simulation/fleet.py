@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.simulation.cards import Card
 from cluster.simulation.policies import POLICIES
-from cluster.simulation.router import RouterLimits, Served, VirtualRouter
+from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits, Served, VirtualRouter
 from headrace import traces
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
@@ -131,6 +131,7 @@ class Simulation:
                 meter=watcher,
                 message_seconds=fleet.router.message_seconds,
                 event_seconds=fleet.event_seconds,
+                tell_every=COUNT_EVERY_TOKENS,
             )
         for worker in self.workers.values():
             self.router.join(worker.info)

@@ -10,7 +10,7 @@ from random import Random
 from typing import Protocol
 
 from headrace.blocks import BlockId
-from router.decisions.placement import Ask, NoCapacity, Placed, Placement, Why, place
+from router.decisions.placement import Ask, Decided, NoCapacity, Placed, Placement, place
 from router.decisions.view import View, WorkerView
 
 STICKY_BLOCKS = 16
@@ -46,17 +46,17 @@ class Simple:
         if ask.decode is not None:
             decodes = [worker for worker in view.workers if worker.worker_id == ask.decode]
         prefills = [worker for worker in workers if worker.role.prefills and not worker.role.decodes]
-        why = Why(ask, (), reason=self._name)
+        decided = Decided(ask, view, now, reason=self._name)
         if not decodes:
-            return NoCapacity("excluded" if ask.excluded else "no_workers", why)
+            return NoCapacity("excluded" if ask.excluded else "no_workers", decided)
         if not prefills:
             decode = self._prefill(ask, decodes, prefix)
-            return self._placed(ask, decode, None, why)
-        return self._placed(ask, self._decode(ask, decodes, prefix), self._prefill(ask, prefills, prefix), why)
+            return self._placed(ask, decode, None, decided)
+        return self._placed(ask, self._decode(ask, decodes, prefix), self._prefill(ask, prefills, prefix), decided)
 
-    def _placed(self, ask: Ask, decode: WorkerView, prefill: WorkerView | None, why: Why) -> Placed:
+    def _placed(self, ask: Ask, decode: WorkerView, prefill: WorkerView | None, decided: Decided) -> Placed:
         cached = min(_held(ask, prefill or decode), ask.num_prompt_tokens - 1)
-        return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, why)
+        return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, decided)
 
 
 def _may_take(ask: Ask, worker: WorkerView, now: float) -> bool:

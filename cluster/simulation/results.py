@@ -58,10 +58,11 @@ class Tally:
         tally = self.workers[worker_id]
         number = int(now / self.slice_seconds)
         busy, prefill, decode = tally.busy_seconds, tally.prefill_tokens, tally.decode_tokens
-        while len(busy) <= number:
-            busy.append(0.0)
-            prefill.append(0)
-            decode.append(0)
+        if len(busy) <= number:
+            missing = number + 1 - len(busy)
+            busy += [0.0] * missing
+            prefill += [0] * missing
+            decode += [0] * missing
         busy[number] += seconds
         prefill[number] += work.prefill_tokens
         decode[number] += work.num_sequences - work.num_prefills

@@ -255,9 +255,7 @@ class VirtualRouter:
 
     def outputs(self, worker_id: str, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            num_generated = output.num_generated
-            if num_generated == 1 or num_generated % COUNT_EVERY_TOKENS == 0 or output.finish is not None:
-                self._relay(output)
+            self._relay(output)
 
     def _relay(self, output: SequenceOutput) -> None:
         name = output.key.request_id

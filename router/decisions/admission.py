@@ -43,11 +43,8 @@ Decision = Admitted | Queued | Shed
 def free_slots(view: View) -> int:
     """How many more sequences the workers that decode can take, each a little beyond what it runs at once, so that
     it never idles while the next request travels."""
-    return sum(
-        max(worker.free_slots + WORKER_BACKLOG, 0)
-        for worker in view.workers
-        if worker.role.decodes and not worker.draining
-    )
+    free = [worker.free_slots for worker in view.workers if worker.decode_limit >= 0]
+    return sum([slots + WORKER_BACKLOG for slots in free if slots > -WORKER_BACKLOG])
 
 
 class Admission:
@@ -66,9 +63,7 @@ class Admission:
 
     def offer(self, name: str, *, num_sequences: int, priority: int, view: View, now: float) -> Decision:
         """Decides on a new request. A Queued one stays until `admit` names it or `leave` is called."""
-        most = max(
-            (worker.max_num_seqs for worker in view.workers if worker.decodes and not worker.draining), default=0
-        )
+        most = max([worker.max_num_seqs for worker in view.workers if worker.decode_limit >= 0], default=0)
         if not most:
             return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
         if num_sequences > most:

@@ -65,7 +65,8 @@ class Caches:
     def placed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
         """The workers of the placement will hold the prompt; the request's earlier ones will not."""
         self.ended(request_id)
-        ttft = placed.why.chosen.ttft_seconds if placed.why.chosen is not None else 0.0
+        chosen = placed.decided.chosen
+        ttft = chosen.ttft_seconds if chosen is not None else 0.0
         expires = now + EXPECT_SECONDS + 2 * ttft
         for worker in (placed.decode, placed.prefill):
             if worker is not None:

@@ -129,11 +129,13 @@ class Index:
 
     def _with_overlay(self, depths: dict[str, int], chain: Chain) -> dict[str, int]:
         """The depths that go on where this router's own placements are about to fill what is missing. What is expected
-        of a chain is one run, up to some block: often the last one, else its end is found by doubling, then halving."""
+        of a chain is one run, up to some block: often the last one, else its end is found by doubling, then halving. Looked
+        at are those who hold its first block already, or expect it."""
         extended = dict(depths)
-        halves, reaches = chain.halves, chain.reaches
-        for worker, expected in self.overlay.expected().items():
-            first = depth = depths.get(worker, 0)
+        halves, reaches, overlay = chain.halves, chain.reaches, self.overlay
+        begun = dict.fromkeys(overlay.rooted(halves[0]), 0) if reaches(0) else {}
+        for worker, first in (begun | depths).items():
+            expected, depth = overlay.expected(worker), first
             while reaches(depth) and (
                 halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
             ):

@@ -7,7 +7,7 @@ came first gives way.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_BLOCKS = 500_000
@@ -30,6 +30,7 @@ class Overlay:
         self._by_worker: dict[str, dict[_Entry, None]] = {}
         self._by_request: dict[str, list[_Entry]] = {}
         self._expected: dict[str, dict[int, int]] = {}
+        self._roots: dict[int, dict[str, int]] = {}
         self._ends: list[tuple[float, int, _Entry]] = []
         self._number = 0
 
@@ -38,9 +39,13 @@ class Overlay:
         """Blocks over all entries, confirmed ones with them until their entry ends."""
         return self._num_blocks
 
-    def expected(self) -> dict[str, dict[int, int]]:
-        """By worker: block → how many entries expect it. To be read, not kept."""
-        return self._expected
+    def expected(self, worker: str) -> dict[int, int]:
+        """Block → how many entries of the worker expect it. To be read, not kept."""
+        return self._expected.get(worker, _NOTHING)
+
+    def rooted(self, half: int) -> Iterable[str]:
+        """The workers with an entry that begins with this block. Whoever else expects it holds what comes before it."""
+        return self._roots.get(half, ())
 
     def expect(self, request_id: str, worker: str, halves: Sequence[int], capacity: int, expires: float) -> None:
         """The request was placed on a worker of `capacity` blocks, which will then hold these."""
@@ -55,6 +60,8 @@ class Overlay:
         entry = _Entry(request_id, worker, halves, expires)
         self._by_worker.setdefault(worker, {})[entry] = None
         self._by_request.setdefault(request_id, []).append(entry)
+        roots = self._roots.setdefault(halves[0], {})
+        roots[worker] = roots.get(worker, 0) + 1
         counts = self._expected.setdefault(worker, {})
         for half in halves:
             counts[half] = counts.get(half, 0) + 1
@@ -103,6 +110,12 @@ class Overlay:
                 counts[half] = count - 1
             elif count:
                 del counts[half]
+        roots = self._roots[entry.halves[0]]
+        roots[entry.worker] -= 1
+        if not roots[entry.worker]:
+            del roots[entry.worker]
+            if not roots:
+                del self._roots[entry.halves[0]]
         self._num_blocks -= len(entry.halves)
         entries, of_request = self._by_worker[entry.worker], self._by_request[entry.request_id]
         del entries[entry]
@@ -111,3 +124,6 @@ class Overlay:
             del self._by_worker[entry.worker], self._expected[entry.worker]
         if not of_request:
             del self._by_request[entry.request_id]
+
+
+_NOTHING: dict[int, int] = {}

@@ -10,55 +10,32 @@ Where decode holds more of the prompt than prefill there are three ways: prefill
 decode, decode does the rest alone. The first two are one pair, at the lower of their prices.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import ceil
 from typing import Literal
 
+from router.decisions.candidates import (
+    EXPECTED_OUTPUT_TOKENS,
+    Ask,
+    Candidate,
+    all_candidates,
+    cached_tokens,
+    decode_candidate,
+    decode_prices,
+    prefill_candidate,
+    prefill_prices,
+    who_decodes,
+    who_prefills,
+    why_nobody_decodes,
+)
 from router.decisions.view import View, WorkerView
 
+__all__ = ["Ask", "Candidate", "Decided", "NoCapacity", "Pair", "Placed", "Placement", "Why", "place"]
+
 BEST_FEW = 4
-EXPECTED_OUTPUT_TOKENS = 128
 NEAR_EQUAL_RATIO = 0.05
 NEAR_EQUAL_SECONDS = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker; the last
-    token of a prompt is computed in any case.
-
-    `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
-    `tie` in [0, 1) is drawn by the caller and picks among near-equals.
-    """
-
-    num_prompt_tokens: int
-    max_tokens: int
-    n: int = 1
-    cached_tokens: Mapping[str, int] | None = None
-    local_prefill_max_tokens: int = 0
-    decode: str | None = None
-    excluded: frozenset[str] = frozenset()
-    tie: float = 0.0
-
-
-@dataclass(slots=True)
-class Candidate:
-    """One worker in one role, with what was predicted of it. `refused` says why it was not considered.
-
-    Nobody changes one; it is not frozen because one is made for every worker and request, and freezing costs five times
-    as much. The same goes for Pair.
-    """
-
-    worker_id: str
-    role: Literal["prefill", "decode"]
-    refused: str | None = None
-    cached_tokens: int = 0
-    wait_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    tpot_seconds: float = 0.0
-    stall_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -88,6 +65,28 @@ class Why:
     reason: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class Decided:
+    """The decision, and what it was made from. `why` is worked out when somebody asks: most decisions nobody asks about,
+    and it holds a Candidate for every worker."""
+
+    ask: Ask
+    view: View
+    now: float
+    pairs: tuple[Pair, ...] = ()
+    chosen: Pair | None = None
+    num_near_equals: int = 0
+    reason: str = ""
+    _why: Why | None = None
+
+    @property
+    def why(self) -> Why:
+        if self._why is None:
+            candidates = all_candidates(self.ask, self.view, self.now)
+            self._why = Why(self.ask, candidates, self.pairs, self.chosen, self.num_near_equals, self.reason)
+        return self._why
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """`prefill_tokens`: what the prefilling worker is expected to compute; `cached_tokens`: what it has, or pulls."""
@@ -96,12 +95,17 @@ class Placed:
     prefill: WorkerView | None
     cached_tokens: int
     prefill_tokens: int
-    why: Why
+    decided: Decided
+
+    @property
+    def why(self) -> Why:
+        return self.decided.why
 
     @property
     def pulls(self) -> bool:
         """The prefill worker is to pull what the decode worker holds and it lacks."""
-        return self.prefill is not None and self.why.chosen is not None and self.why.chosen.pulled_tokens > 0
+        chosen = self.decided.chosen
+        return self.prefill is not None and chosen is not None and chosen.pulled_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,11 @@ class NoCapacity:
     """Nobody can take the request. `no_workers`: none that decodes is known; else all known ones were refused."""
 
     reason: Literal["no_workers", "draining", "context", "excluded"]
-    why: Why
+    decided: Decided
+
+    @property
+    def why(self) -> Why:
+        return self.decided.why
 
 
 Placement = Placed | NoCapacity
@@ -117,143 +125,57 @@ Placement = Placed | NoCapacity
 
 def place(ask: Ask, view: View, now: float) -> Placement:
     """The workers for a request, and why those."""
-    decodes, refused_decodes = _decode_candidates(ask, view, now)
-    prefills, refused_prefills = _prefill_candidates(ask, view, now)
-    candidates = (*decodes.values(), *prefills.values(), *refused_decodes, *refused_prefills)
+    decodes = who_decodes(ask, view, now)
+    prefills = who_prefills(ask, view, now)
     if not decodes:
-        return NoCapacity(_why_none(refused_decodes), Why(ask, candidates, reason="nobody decodes"))
-    workers = {worker.worker_id: worker for worker in view.workers}
-    pairs, tie = _priced(ask, workers, decodes, prefills)
+        return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
+    pairs, tie = _priced(ask, decodes, prefills)
     chosen, num_near_equals = _pick(pairs, tie)
-    decode = workers[chosen.decode]
-    prefill = workers[chosen.prefill] if chosen.prefill is not None else None
-    cached = (decodes[chosen.decode] if chosen.prefill is None else prefills[chosen.prefill]).cached_tokens
-    cached += chosen.pulled_tokens
-    why = Why(ask, candidates, tuple(pairs), chosen, num_near_equals, _reason(chosen, decode, prefills))
-    return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, why)
+    decode = next(worker for worker in decodes if worker.worker_id == chosen.decode)
+    prefill = next((worker for worker in prefills if worker.worker_id == chosen.prefill), None)
+    cached = cached_tokens(ask, prefill or decode) + chosen.pulled_tokens
+    reason = _reason(chosen, decode, prefills)
+    decided = Decided(ask, view, now, tuple(pairs), chosen, num_near_equals, reason)
+    return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, decided)
 
 
-def _decode_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
-    taken: dict[str, Candidate] = {}
-    refused: list[Candidate] = []
-    ejected: set[str] = set()
-    num_prompt_tokens, held, excluded = ask.num_prompt_tokens, ask.cached_tokens or {}, ask.excluded
-    num_tokens = num_prompt_tokens + ask.max_tokens
-    for worker in view.workers:
-        worker_id = worker.worker_id
-        if not worker.decodes or (ask.decode is not None and worker_id != ask.decode):
-            continue
-        # A worker that owns the request already keeps it, whatever became of it since.
-        if ask.decode is None and (worker.draining or num_tokens > worker.max_context_tokens or worker_id in excluded):
-            refused.append(Candidate(worker_id, "decode", _refusal(ask, worker)))
-            continue
-        if now < worker.ejected_until:
-            ejected.add(worker_id)
-        running = worker.num_sequences + ask.n
-        if running > worker.max_num_seqs:
-            running = worker.max_num_seqs
-        tpot = worker.cost.decode_step_seconds(running, worker.load.context_tokens + num_prompt_tokens)
-        cached = held.get(worker_id, 0)
-        if cached >= num_prompt_tokens:
-            cached = num_prompt_tokens - 1
-        compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
-        fits = ask.n <= worker.free_slots and num_prompt_tokens <= worker.free_tokens
-        room = 0.0 if fits else _room_seconds(ask, worker, tpot)
-        taken[worker_id] = Candidate(worker_id, "decode", None, cached, room, compute, tpot)
-    return _sound(taken, refused, "decode", ejected), refused
+# -- price
 
 
-def _prefill_candidates(ask: Ask, view: View, now: float) -> tuple[dict[str, Candidate], list[Candidate]]:
-    taken: dict[str, Candidate] = {}
-    refused: list[Candidate] = []
-    ejected: set[str] = set()
-    num_prompt_tokens, held, excluded = ask.num_prompt_tokens, ask.cached_tokens or {}, ask.excluded
-    num_tokens = num_prompt_tokens + ask.max_tokens
-    for worker in view.workers:
-        if not worker.prefills:
-            continue
-        worker_id = worker.worker_id
-        if worker.draining or num_tokens > worker.max_context_tokens or worker_id in excluded:
-            refused.append(Candidate(worker_id, "prefill", _refusal(ask, worker)))
-            continue
-        if now < worker.ejected_until:
-            ejected.add(worker_id)
-        cached = held.get(worker_id, 0)
-        if cached >= num_prompt_tokens:
-            cached = num_prompt_tokens - 1
-        compute = worker.cost.prefill_seconds(num_prompt_tokens - cached, cached)
-        stall = compute * worker.load.num_waiting
-        wait = worker.queue_seconds
-        taken[worker_id] = Candidate(worker_id, "prefill", None, cached, wait, compute, stall_seconds=stall)
-    return _sound(taken, refused, "prefill", ejected), refused
-
-
-def _refusal(ask: Ask, worker: WorkerView) -> str:
-    """Which of the reasons it was."""
-    if worker.draining:
-        return "draining"
-    return "excluded" if worker.worker_id in ask.excluded else "context"
-
-
-def _sound(
-    taken: dict[str, Candidate], refused: list[Candidate], role: Literal["prefill", "decode"], ejected: set[str]
-) -> dict[str, Candidate]:
-    """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
-    if not ejected or len(ejected) == len(taken):
-        return taken
-    refused.extend(Candidate(worker_id, role, "ejected") for worker_id in sorted(ejected))
-    return {worker_id: candidate for worker_id, candidate in taken.items() if worker_id not in ejected}
-
-
-def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
-    """How long until the worker has a free row and the blocks for this request: ended sequences make room, one every
-    `tpot` × half an expected output ÷ their number."""
-    running = max(worker.load.num_running, 1)
-    mean_tokens = max(worker.load.context_tokens // running, 1)
-    missing_rows = max(ask.n - worker.free_slots, 0)
-    missing_tokens = max(ask.num_prompt_tokens - worker.free_tokens, 0)
-    endings = max(missing_rows, ceil(missing_tokens / mean_tokens))
-    return endings * tpot * EXPECTED_OUTPUT_TOKENS / 2 / running
-
-
-def _priced(
-    ask: Ask, workers: Mapping[str, WorkerView], decodes: Mapping[str, Candidate], prefills: Mapping[str, Candidate]
-) -> tuple[list[Pair], float]:
+def _priced(ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]) -> tuple[list[Pair], float]:
     """The pairs worth comparing, and what is left of the draw."""
-    best_decodes, tie = _best_few([*decodes.values()], _decode_price, BEST_FEW, ask.tie)
-    best_prefills, tie = _best_few([*prefills.values()], _prefill_price, BEST_FEW + 1, tie)
-    warmest = max(decodes.values(), key=lambda c: c.cached_tokens)
+    best_decodes, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
+    best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills), BEST_FEW + 1, tie)
+    partners = [(worker, prefill_candidate(ask, worker)) for worker in best_prefills]
     pairs: list[Pair] = []
-    chosen = (*best_decodes, warmest) if warmest.cached_tokens else best_decodes
-    for candidate in {c.worker_id: c for c in chosen}.values():
-        decode = workers[candidate.worker_id]
-        partners = [p for p in best_prefills if _may_pair(decode, workers[p.worker_id])][:BEST_FEW]
-        pairs.extend(_pair(ask, decode, candidate, workers[p.worker_id], p) for p in partners)
-        if _may_prefill_alone(ask, decode, candidate, partners):
+    for decode in _with_warmest(ask, best_decodes, decodes):
+        candidate = decode_candidate(ask, decode)
+        allowed = [partner for partner in partners if _may_pair(decode, partner[0])][:BEST_FEW]
+        pairs.extend(_pair(ask, decode, candidate, *partner) for partner in allowed)
+        if _may_prefill_alone(ask, decode, candidate, [on_prefill for _, on_prefill in allowed]):
             pairs.append(_alone(ask, decode, candidate))
     return pairs, tie
 
 
-def _decode_price(candidate: Candidate) -> float:
-    return candidate.wait_seconds + EXPECTED_OUTPUT_TOKENS * candidate.tpot_seconds
+def _with_warmest(ask: Ask, best: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
+    """The decode worker that holds most of the prompt is compared too, however busy it is."""
+    held = ask.cached_tokens
+    warm = [worker for worker in decodes if held.get(worker.worker_id)] if held else []
+    warmest = max(warm, key=lambda worker: cached_tokens(ask, worker), default=None)
+    return best if warmest is None or warmest in best else [*best, warmest]
 
 
-def _prefill_price(candidate: Candidate) -> float:
-    return candidate.wait_seconds + candidate.prefill_seconds + candidate.stall_seconds
-
-
-def _best_few(
-    candidates: list[Candidate], price: Callable[[Candidate], float], few: int, tie: float
-) -> tuple[list[Candidate], float]:
+def _best_few(workers: list[WorkerView], prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
     """The best few, and what is left of the draw. Of more near-equals than that any may be among them: a row of
     neighbours from a place that is drawn."""
-    prices = list(map(price, candidates))
-    best = min(prices, default=0.0)
-    near = [c for c, its in zip(candidates, prices, strict=True) if its <= best + NEAR_EQUAL_SECONDS]
-    if len(near) <= few:
-        return nsmallest(few, candidates, key=price), tie
-    start, tie = _draw(tie, len(near))
-    return (near + near)[start : start + few], tie
+    limit = min(prices, default=0.0) + NEAR_EQUAL_SECONDS
+    near = [worker for worker, price in zip(workers, prices, strict=True) if price <= limit]
+    if len(near) > few:
+        start, tie = _draw(tie, len(near))
+        return (near + near)[start : start + few], tie
+    worst = nsmallest(few, prices)[-1] if prices else 0.0
+    best = [(price, at) for at, price in enumerate(prices) if price <= worst]
+    return [workers[at] for _, at in sorted(best)[:few]], tie
 
 
 def _draw(tie: float, num: int) -> tuple[int, float]:
@@ -362,18 +284,9 @@ def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
     return near[_draw(tie, len(near))[0]], len(near)
 
 
-def _reason(chosen: Pair, decode: WorkerView, prefills: Mapping[str, Candidate]) -> str:
+def _reason(chosen: Pair, decode: WorkerView, prefills: list[WorkerView]) -> str:
     if chosen.prefill is not None:
         return "pair"
     if decode.role.prefills:
         return "unified"
     return "alone" if prefills else "no_prefill_workers"
-
-
-def _why_none(refused: list[Candidate]) -> Literal["no_workers", "draining", "context", "excluded"]:
-    reasons = {candidate.refused for candidate in refused}
-    if "context" in reasons:
-        return "context"
-    if "excluded" in reasons:
-        return "excluded"
-    return "draining" if "draining" in reasons else "no_workers"

@@ -46,6 +46,8 @@ class WorkerView:
     num_sequences    running and waiting ones
     free_slots       how many more sequences the worker runs at once; below 0 when some already wait
     queue_seconds    how long the prompts that wait on the worker take to compute, step by step
+    decode_limit     the longest prompt and output that it may decode; below 0: it takes none to decode
+    prefill_limit    the same of what it may prefill
     """
 
     info: WorkerInfo
@@ -62,6 +64,8 @@ class WorkerView:
     num_sequences: int = field(init=False, repr=False, compare=False)
     free_slots: int = field(init=False, repr=False, compare=False)
     queue_seconds: float = field(init=False, repr=False, compare=False)
+    decode_limit: int = field(init=False, repr=False, compare=False)
+    prefill_limit: int = field(init=False, repr=False, compare=False)
     max_num_seqs: int = field(init=False, repr=False, compare=False)
     max_context_tokens: int = field(init=False, repr=False, compare=False)
     compatibility: Compatibility = field(init=False, repr=False, compare=False)
@@ -81,9 +85,19 @@ class WorkerView:
         derive(self, "queue_seconds", num_steps * base + load.waiting_prefill_tokens * token)
         derive(self, "max_num_seqs", capacity.max_num_seqs)
         derive(self, "max_context_tokens", capacity.max_context_tokens)
+        limit = -1 if self.draining else capacity.max_context_tokens
+        derive(self, "decode_limit", limit if self.decodes else -1)
+        derive(self, "prefill_limit", limit if self.prefills else -1)
         same, hash_class = _kind(same)
         derive(self, "compatibility", same)
         derive(self, "hash_class", hash_class)
+
+    def tpot_seconds(self, n: int, num_prompt_tokens: int) -> float:
+        """A step's seconds once `n` samples of such a prompt have joined."""
+        running = self.num_sequences + n
+        if running > self.max_num_seqs:
+            running = self.max_num_seqs
+        return self.cost.decode_step_seconds(running, self.load.context_tokens + num_prompt_tokens)
 
     @property
     def target(self) -> PrefillTarget:
@@ -115,6 +129,7 @@ class Views:
         self._health = health
         self._sessions: dict[str, Live] = {}
         self._views: dict[str, WorkerView] = {}
+        self._last: View | None = None
         self._stale: set[str] = set()
         self._health_version = health.version
         self._costs = Costs()
@@ -125,6 +140,7 @@ class Views:
         if session is None:
             self._sessions.pop(worker_id, None)
             self._views.pop(worker_id, None)
+            self._last = None
             self._costs.forget(worker_id)
         else:
             self._sessions[worker_id] = session
@@ -145,9 +161,14 @@ class Views:
                 self._views[worker_id] = worker_view(
                     session.info, session.report, self._ledger, self._health, self._costs
                 )
+                self._last = None
         self._stale.clear()
-        sessions = self._sessions
-        return View(tuple([view for worker_id, view in self._views.items() if sessions[worker_id].lost is None]))
+        lost = [worker_id for worker_id, session in self._sessions.items() if session.lost is not None]
+        if lost:
+            return View(tuple([view for worker_id, view in self._views.items() if worker_id not in lost]))
+        if self._last is None:
+            self._last = View(tuple(self._views.values()))
+        return self._last
 
 
 def net_load(total: Load, yours: Load, own: Load) -> Load:

@@ -104,6 +104,8 @@ class Admission:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Starts new prompts, by bounded bypass: who does not fit is passed by those behind it, but only so often."""
+        if not len(self.backlog):
+            return
         tries = pin_tries = self._limits.max_bypass + 1
         for state in self.backlog.candidates():
             if not self._running.free_rows or tries == 0 or batch.prompt_budget <= 0:

@@ -87,6 +87,8 @@ class Batch:
 
     def resume(self, now: float) -> bool:
         """Preempted sequences, oldest first. Whether none is left: nothing new starts before."""
+        if not self._running.preempted:
+            return True
         for seq in sorted(self._running.preempted, key=age):
             match self._running.fit(seq):
                 case Fit() as fit if (
@@ -114,6 +116,8 @@ class Batch:
     def prefill(self) -> None:
         """Chunks of prompts, oldest first. While the first needs several steps, prompts that fit whole into half of the
         budget pass beside it."""
+        if not self._running.prefilling:
+            return
         queue = tuple(self._running.prefilling)
         head = queue[0] if queue and self._is_long(queue[0]) else None
         if head is not None and len(queue) > 1:
@@ -136,20 +140,22 @@ class Batch:
         if not self._work:
             return None
         self._number += 1
-        guards = [guard for _, _, guard in self._running.copies.values()]
-        flight = Flight(self._number, self._sequences, self._work, self._num_decodes, guards)
-        self._running.flights.append(flight)
+        running, copies = self._running, tuple(self._running.copies.values())
+        guards = [guard for _, _, guard in copies]
+        running.flights.append(Flight(self._number, self._sequences, self._work, self._num_decodes, guards))
         plan = StepPlan(
             self._number,
             tuple(self._work),
             self._num_decodes,
             tuple(self._starts),
-            tuple(self._running.ends),
+            tuple(running.ends),
             self._ledger.drain_fresh(),
-            tuple((source, target) for source, target, _ in self._running.copies.values()),
+            tuple([(source, target) for source, target, _ in copies]) if copies else (),
         )
-        self._running.ends = []
-        self._running.copies = {}
+        if running.ends:
+            running.ends = []
+        if copies:
+            running.copies = {}
         return plan
 
     def _chunk(self, seq: Sequence, limit: int) -> None:

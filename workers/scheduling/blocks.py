@@ -185,10 +185,19 @@ class BlockLedger:
         if holding not in self._holdings:
             raise InternalError(f"{holding!r} is closed")
         before, holding.state = holding.state, state
-        if before is not state:
-            for block in holding.blocks:
+        if before is state:
+            return
+        total, old, new = self._total, self._refs[before], self._refs[state]
+        num_alone = 0
+        for block in holding.blocks:
+            if total[block] == 1 and old[block]:
+                old[block], new[block] = 0, 1
+                num_alone += 1
+            else:
                 self._add(block, state)
                 self._drop(block, before)
+        self._shown[before] -= num_alone
+        self._shown[state] += num_alone
 
     def _give_back(self, blocks: Sequence[int], state: Hold) -> None:
         total, refs, ids = self._total, self._refs[state], self._ids
@@ -215,6 +224,10 @@ class BlockLedger:
 
     def _add(self, block: int, state: Hold) -> None:
         """One holder more for a block that has some."""
+        if self._refs[Hold.ACTIVE][block]:
+            self._refs[state][block] += 1
+            self._total[block] += 1
+            return
         before = self._state_of(block)
         self._refs[state][block] += 1
         self._total[block] += 1
@@ -224,6 +237,10 @@ class BlockLedger:
         """One holder less for a block that keeps some."""
         if not self._refs[state][block]:
             raise InternalError(f"block {block} is given back twice")
+        if self._refs[Hold.ACTIVE][block] > (state is Hold.ACTIVE):
+            self._refs[state][block] -= 1
+            self._total[block] -= 1
+            return
         before = self._state_of(block)
         self._refs[state][block] -= 1
         self._total[block] -= 1

@@ -15,9 +15,9 @@ class StepKind(StrEnum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWork:
-    """How much a plan computes. Contexts in tokens."""
+    """How much a plan computes. Contexts in tokens. Nobody changes one; not frozen, as one is made for every step."""
 
     kind: StepKind
     num_sequences: int
@@ -30,19 +30,18 @@ class StepWork:
     def of(cls, plan: StepPlan) -> "StepWork":
         num_decodes = plan.num_decodes
         prefills = plan.work[num_decodes:]
+        contexts = sum([row.start for row in plan.work[:num_decodes]]) + num_decodes
+        if not prefills:
+            return cls(StepKind.DECODE, num_decodes, 0, 0, 0.0, contexts)
         tokens = sum([row.num_tokens for row in prefills])
         weighted = sum([row.num_tokens * (row.start + row.num_tokens / 2) for row in prefills])
-        if not prefills:
-            kind = StepKind.DECODE
-        else:
-            kind = StepKind.MIXED if num_decodes else StepKind.PREFILL
         return cls(
-            kind=kind,
+            kind=StepKind.MIXED if num_decodes else StepKind.PREFILL,
             num_sequences=len(plan.work),
             num_prefills=len(prefills),
             prefill_tokens=tokens,
             mean_prefill_context=weighted / tokens if tokens else 0.0,
-            decode_context_tokens=sum([row.start for row in plan.work[:num_decodes]]) + num_decodes,
+            decode_context_tokens=contexts,
         )
 
     def seconds(self, cost: CostModel) -> float:

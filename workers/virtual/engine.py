@@ -9,10 +9,12 @@ from headrace.costmodel import CostModel
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits, StepEvents
-from workers.scheduling.work import StepFit, StepWork
+from workers.scheduling.work import StepFit, StepKind, StepWork
 from workers.virtual.time import VirtualTime
 
 TOKEN, EOS = 7, 2
+LEARNING_STEPS = 256
+TEACH_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class VirtualEngine:
     """At most two plans in flight, one computing: one step ahead, as the real engine. Owns its scheduler.
 
     A sample draws EOS as its `sampling.seed`th token, so that its end is no more known ahead than a real one's.
-    `on_step` hears of every step with the seconds it took, before what came of it is passed to `on_landed`.
+    `on_step` hears of every step when it ended and what it took, before what came of it is passed to `on_landed`.
+    Decode steps follow the cost exactly, so after the first LEARNING_STEPS only every TEACH_EVERYth teaches the fit.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class VirtualEngine:
         machine: Machine,
         hasher: BlockHasher,
         on_landed: Callable[[StepEvents], None],
-        on_step: Callable[[StepWork, float], None] | None = None,
+        on_step: Callable[[float, StepWork, float], None] | None = None,
     ) -> None:
         self.ledger = BlockLedger(machine.num_blocks, machine.block_size)
         self.scheduler = Scheduler(machine.scheduler, self.ledger, lambda adapter, salt: hasher, eos_token_ids=(EOS,))
@@ -77,23 +80,26 @@ class VirtualEngine:
 
     def go_on(self) -> None:
         """Plans as far ahead as may be."""
-        while len(self._flights) < 2:
-            plan = self.scheduler.schedule(self._time.now)
+        flights, time = self._flights, self._time
+        while len(flights) < 2:
+            plan = self.scheduler.schedule(time.now)
             if plan is None:
                 return
             work = StepWork.of(plan)
             seconds = work.seconds(self._cost)
-            self._busy_until = max(self._time.now, self._busy_until) + seconds
-            self._flights.append((plan, work, seconds))
-            self._time.at(self._busy_until, self._land)
+            self._busy_until = max(time.now, self._busy_until) + seconds
+            flights.append((plan, work, seconds))
+            time.at(self._busy_until, self._land)
 
     def _land(self) -> None:
         plan, work, seconds = self._flights.popleft()
-        events = self.scheduler.apply(self._result(plan), self._time.now)
+        now = self._time.now
+        events = self.scheduler.apply(self._result(plan), now)
         self.num_steps += 1
-        self.fit.add(work, seconds)
+        if work.kind is not StepKind.DECODE or self.num_steps < LEARNING_STEPS or not self.num_steps % TEACH_EVERY:
+            self.fit.add(work, seconds)
         if self._on_step is not None:
-            self._on_step(work, seconds)
+            self._on_step(now, work, seconds)
         self._on_landed(events)
 
     def _result(self, plan: StepPlan) -> StepResult:

@@ -8,6 +8,7 @@ reports that repeat the last) is left out: it changes nothing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from headrace.blocks import BlockHasher
@@ -62,7 +63,8 @@ class _HandOff:
 class VirtualWorker:
     """Owns an engine, its hand-offs and its tickets. `peers` are all workers, by id.
 
-    `event_seconds`: how long a batch of index events takes to the router, beside what it waits to be one.
+    `event_seconds`: how long a batch of index events takes to the router, beside what it waits to be one. The router hears
+    of a sample's first token, its last, and every `tell_every`th.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class VirtualWorker:
         meter: Meter | None = None,
         message_seconds: float = 0.0,
         event_seconds: float = 0.0,
+        tell_every: int = 1,
     ) -> None:
         self.info = info
         self.role: Role = info.role
@@ -85,7 +88,7 @@ class VirtualWorker:
             machine,
             hasher,
             self._landed,
-            (lambda *step: meter.step(info.worker_id, time.now, *step)) if meter is not None else None,
+            partial(meter.step, info.worker_id) if meter is not None else None,
         )
         self.scheduler = self.engine.scheduler
         self.incoming, self.outgoing = Port(), Port()
@@ -95,6 +98,7 @@ class VirtualWorker:
         self._router = router
         self._message_seconds = message_seconds
         self._event_seconds = event_seconds
+        self.tell_every = tell_every
         self._live: dict[str, RequestKey] = {}
         self._handoffs: dict[RequestKey, _HandOff] = {}
         self._claimants: dict[RequestKey, _HandOff] = {}
@@ -324,10 +328,15 @@ class VirtualWorker:
         self._go_on()
 
     def _tell(self, outputs: list[SequenceOutput]) -> None:
+        told, every = [], self.tell_every
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.key.request_id, None)
-        self._say(self._router.outputs, self.worker_id, outputs)
+            elif output.num_generated % every and output.num_generated != 1:
+                continue
+            told.append(output)
+        if told:
+            self._say(self._router.outputs, self.worker_id, told)
 
     def _say(self, hear: object, *what: object) -> None:
         self._time.after(self._message_seconds, hear, *what)  # type: ignore[arg-type]
@@ -336,8 +345,9 @@ class VirtualWorker:
         """Something changed: what waits for that is asked again, and the engine goes on."""
         if self._claimants:
             self._grant()
-        for handoff in tuple(self._starved):
-            self._read(handoff)
+        if self._starved:
+            for handoff in tuple(self._starved):
+                self._read(handoff)
         self.engine.go_on()
         if not self._report_due:
             self._report_due = True

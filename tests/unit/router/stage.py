@@ -59,7 +59,7 @@ async def stage(
     coalesce_seconds: float = 0.0,
     request_seconds: float = 60.0,
     local_prefill_max_tokens: int = 0,
-    note_decision: Note = lambda decision: None,
+    note_decision: Note = lambda key, decision: None,
 ) -> AsyncIterator[Stage]:
     clock = clock or SystemClock()
     sessions = Sessions("t", clock, heartbeat_seconds=heartbeat_seconds, silent_seconds=silent_seconds)

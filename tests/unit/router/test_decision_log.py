@@ -2,7 +2,8 @@ import logging
 import pathlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,10 @@ def decision(name: str) -> Decision:
     return Decision.of(name, RequestKey(f"t:{name}"), VIEW, 3.0, place(Ask(1000, 100), VIEW, 3.0))
 
 
+def noted(name: str) -> tuple[RequestKey, Callable[[], Decision]]:
+    return RequestKey(f"t:{name}"), partial(decision, name)
+
+
 def config(path: pathlib.Path, **fields: float) -> DecisionLogConfig:
     return DecisionLogConfig(path=str(path), **{"fraction": 1.0, **fields})  # type: ignore[arg-type]
 
@@ -37,7 +42,7 @@ def test_what_was_noted_is_on_disk_in_order_when_the_log_ends(tmp_path: pathlib.
     before = metric(metrics.DECISIONS_LOGGED)
     with decision_log(config(path), lambda: 1.5) as note:
         for number in range(20):
-            note(decision(str(number)))
+            note(*noted(str(number)))
     assert [from_line(line) for line in lines(path)] == [decision(str(number)) for number in range(20)]
     assert metric(metrics.DECISIONS_LOGGED) == before + 20
 
@@ -45,23 +50,23 @@ def test_what_was_noted_is_on_disk_in_order_when_the_log_ends(tmp_path: pathlib.
 def test_a_second_run_goes_on_behind_the_first(tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
         with decision_log(config(tmp_path / "log"), lambda: 1.5) as note:
-            note(decision(name))
+            note(*noted(name))
     assert [from_line(line).request_id for line in lines(tmp_path / "log")] == ["a", "b"]
 
 
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: pathlib.Path) -> None:
     (tmp_path / "log").write_text('{"version":1,"at":1.0,"deci')
     with decision_log(config(tmp_path / "log"), lambda: 1.5) as note:
-        note(decision("a"))
+        note(*noted("a"))
     assert from_line(lines(tmp_path / "log")[1]) == decision("a")
 
 
 def test_the_disk_it_takes_is_bounded_and_the_newest_is_kept(tmp_path: pathlib.Path) -> None:
     with decision_log(config(tmp_path / "log", max_bytes=2**20, num_files=2), lambda: 1.5) as note:
-        note(decision("x" * 2**18))
-        note(decision("y" * 2**18))
-        note(decision("z" * 2**18))
-        note(decision("last"))
+        note(*noted("x" * 2**18))
+        note(*noted("y" * 2**18))
+        note(*noted("z" * 2**18))
+        note(*noted("last"))
     files = sorted(file for file in tmp_path.iterdir() if file.suffix != ".lock")
     assert [file.name for file in files] == ["log", "log.1"]
     assert all(file.stat().st_size <= 2**20 for file in files)
@@ -81,7 +86,7 @@ def test_what_is_not_sampled_is_not_written_and_not_missed(tmp_path: pathlib.Pat
     dropped = metric(metrics.DECISIONS_DROPPED, reason="queue")
     with decision_log(config(tmp_path / "log", fraction=0.2), lambda: 1.5) as note:
         for number in range(100):
-            note(decision(str(number)))
+            note(*noted(str(number)))
     expected = [str(number) for number in range(100) if is_sampled(f"t:{number}", 0.2)]
     assert [from_line(line).request_id for line in lines(tmp_path / "log")] == expected
     assert metric(metrics.DECISIONS_DROPPED, reason="queue") == dropped
@@ -91,7 +96,7 @@ def test_without_a_path_nothing_is_written(tmp_path: pathlib.Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     threads = threading.active_count()
     with decision_log(DecisionLogConfig(), lambda: 1.5) as note:
-        note(decision("a"))
+        note(*noted("a"))
         assert threading.active_count() == threads
     assert not list(tmp_path.iterdir())
 
@@ -121,10 +126,10 @@ def stuck() -> Iterator[Stuck]:
 def test_noting_never_waits_for_the_disk_and_what_is_dropped_is_counted(stuck: Stuck) -> None:
     log = DecisionLog(stuck, 1.0, lambda: 1.5)
     dropped = metric(metrics.DECISIONS_DROPPED, reason="queue")
-    log.note(decision("first"))
+    log.note(*noted("first"))
     assert stuck.busy.wait(30)
     for number in range(MAX_QUEUED + 7):
-        log.note(decision(str(number)))
+        log.note(*noted(str(number)))
     assert metric(metrics.DECISIONS_DROPPED, reason="queue") == dropped + 7
     stuck.go.set()
     log.close()
@@ -137,7 +142,7 @@ def test_a_full_disk_is_counted_logged_once_and_fails_nothing(caplog: pytest.Log
     log = DecisionLog(file, 1.0, lambda: 1.5)
     dropped, logged = metric(metrics.DECISIONS_DROPPED, reason="disk"), metric(metrics.DECISIONS_LOGGED)
     for number in range(5):
-        log.note(decision(str(number)))
+        log.note(*noted(str(number)))
     log.close()
     assert metric(metrics.DECISIONS_DROPPED, reason="disk") == dropped + 5
     assert metric(metrics.DECISIONS_LOGGED) == logged
@@ -152,7 +157,7 @@ def test_two_routers_never_share_a_file(tmp_path: pathlib.Path) -> None:
     ):
         pass
     with decision_log(config(tmp_path / "log"), lambda: 1.5) as note:
-        note(decision("after"))
+        note(*noted("after"))
     assert len(lines(tmp_path / "log")) == 1
 
 

@@ -264,7 +264,11 @@ async def test_a_deadline_that_passed_on_the_prefill_worker_ends_the_request() -
 async def test_why_tells_which_worker_failed_which_placement_while_the_request_runs_and_after() -> None:
     decisions: list[Decision] = []
     prefill, decode = pair()
-    async with prefill, decode, stage(prefill, decode, note_decision=decisions.append) as on:
+    async with (
+        prefill,
+        decode,
+        stage(prefill, decode, note_decision=lambda key, decision: decisions.append(decision())) as on,
+    ):
         task, request = await begin(on, decode, request_id="mine")
         decode.lose_peer(request.key, "p", TransferFailed("the link closed"))
         key, _ = await asyncio.wait_for(decode.places.get(), 10)

@@ -12,7 +12,7 @@ from cluster.simulation.cards import Card
 from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Slo, Tally, summarise
-from cluster.simulation.router import RouterLimits
+from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits
 from headrace.costmodel import CostModel
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
@@ -163,6 +163,18 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others() -> None:
 
     assert times(1) == times(1)
     assert times(1) != times(2)
+
+
+def test_tokens_that_the_router_does_not_hear_of_change_nothing() -> None:
+    def ends(tell_every: int) -> list[tuple[int, float | None, int]]:
+        tally = Tally(fleet().roles)
+        simulation = Simulation(fleet(), "ours", tally)
+        for worker in simulation.workers.values():
+            worker.tell_every = tell_every
+        simulation.run([TraceRow(n, n / 8, 100 + n, 1 + n * 40 % 150) for n in range(40)])
+        return [(served.number, served.ended_at, served.num_generated) for served in tally.served]
+
+    assert ends(1) == ends(COUNT_EVERY_TOKENS)
 
 
 def test_a_run_is_the_same_in_any_process() -> None:

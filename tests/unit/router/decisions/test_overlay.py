@@ -5,7 +5,7 @@ from router.decisions.overlay import Overlay
 
 
 def expected(overlay: Overlay, worker: str = "a") -> set[int]:
-    return set(overlay.expected().get(worker, ()))
+    return set(overlay.expected(worker))
 
 
 def test_an_entry_ends_block_by_block_as_events_confirm_it() -> None:
@@ -60,6 +60,19 @@ def test_case_38_the_oldest_gives_way_at_the_workers_capacity_and_at_the_whole_o
     assert expected(overlay, "a") == set(range(1000, 1007))
 
 
+def test_who_expects_a_prompt_is_found_by_its_first_block_as_long_as_an_entry_lasts() -> None:
+    overlay = Overlay()
+    overlay.expect("r", "a", (1, 2), capacity=10, expires=5.0)
+    overlay.expect("s", "a", (1, 3), capacity=10, expires=6.0)
+    overlay.expect("s", "b", (1, 3), capacity=10, expires=6.0)
+    assert list(overlay.rooted(1)) == ["a", "b"]
+    assert not list(overlay.rooted(2))
+    overlay.expire(5.0)
+    assert list(overlay.rooted(1)) == ["a", "b"]
+    overlay.withdraw("s")
+    assert not list(overlay.rooted(1))
+
+
 DEEDS = st.one_of(
     st.tuples(st.just("expect"), st.integers(0, 5), st.lists(st.integers(0, 9), max_size=5), st.integers(0, 20)),
     st.tuples(st.just("withdraw"), st.integers(0, 5), st.just([]), st.just(0)),
@@ -86,6 +99,8 @@ def test_whatever_happens_it_stays_bounded_and_ends_empty(deeds: list[tuple[str,
             case "forget":
                 overlay.forget(worker)
         assert overlay.num_blocks <= 12
-        assert sum(len(blocks) for blocks in overlay.expected().values()) <= overlay.num_blocks
+        assert sum(len(expected(overlay, name)) for name in "ab") <= overlay.num_blocks
     overlay.expire(21.0)
-    assert (overlay.num_blocks, overlay.expected()) == (0, {})
+    assert overlay.num_blocks == 0
+    assert not any(expected(overlay, name) for name in "ab")
+    assert not any(tuple(overlay.rooted(half)) for half in range(20))

@@ -1,14 +1,24 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.costmodel import CostModel
 from headrace.values import Load, Role
+from router.decisions.candidates import (
+    EXPECTED_OUTPUT_TOKENS,
+    decode_prices,
+    prefill_prices,
+    who_decodes,
+    who_prefills,
+)
 from router.decisions.placement import Ask, NoCapacity, Placed, place
+from router.decisions.record import Decision
 from router.decisions.view import View, WorkerView
 from tests.null_worker import worker_info
+from tests.unit.router.decisions.strategies import decisions
 
 COST = CostModel(
     prefill_base_seconds=0.01,
@@ -256,6 +266,20 @@ def test_why_holds_what_it_takes_to_decide_again() -> None:
     near = [pair for pair in why.pairs if pair.price_seconds <= best.price_seconds + 0.05 * best.ttft_seconds + 1e-3]
     assert why.num_near_equals == len(near)
     assert why.chosen == near[int(0.7 * len(near))]
+
+
+@given(decisions())
+def test_the_prices_of_all_workers_are_those_that_why_shows(decision: Decision) -> None:
+    """They are worked out apart: a number for each worker, a Candidate for the few that are compared."""
+    ask, view, now = decision.why.ask, decision.view, decision.now
+    decodes, prefills = who_decodes(ask, view, now), who_prefills(ask, view, now)
+    taken = [candidate for candidate in decision.why.candidates if candidate.refused is None]
+    assert decode_prices(ask, decodes) == pytest.approx(
+        [c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds for c in taken if c.role == "decode"]
+    )
+    assert prefill_prices(ask, prefills) == pytest.approx(
+        [c.wait_seconds + c.prefill_seconds + c.stall_seconds for c in taken if c.role == "prefill"]
+    )
 
 
 ROLES = st.sampled_from(Role)

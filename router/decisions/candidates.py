@@ -1,0 +1,175 @@
+"""Who may take a request, and what is predicted of each: the first half of placement. Pure.
+
+Every worker is looked at for every request, so prices are lists of numbers; a Candidate, which says the same with all that
+it was made from, is made for the few that are compared, and for all when somebody asks why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from router.decisions.view import View, WorkerView
+
+EXPECTED_OUTPUT_TOKENS = 128
+Side = Literal["prefill", "decode"]
+Refusal = Literal["draining", "excluded", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker; the last
+    token of a prompt is computed in any case.
+
+    `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
+    `tie` in [0, 1) is drawn by the caller and picks among near-equals.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int
+    n: int = 1
+    cached_tokens: Mapping[str, int] | None = None
+    local_prefill_max_tokens: int = 0
+    decode: str | None = None
+    excluded: frozenset[str] = frozenset()
+    tie: float = 0.0
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One worker in one role, with what was predicted of it. `refused` says why it was not considered.
+
+    Nobody changes one; it is not frozen because freezing costs five times as much. The same goes for Pair.
+    """
+
+    worker_id: str
+    role: Side
+    refused: str | None = None
+    cached_tokens: int = 0
+    wait_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    tpot_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+
+# -- filter
+
+
+def who_decodes(ask: Ask, view: View, now: float) -> list[WorkerView]:
+    """A worker that owns the request already keeps it, whatever became of it since."""
+    if ask.decode is not None:
+        return [worker for worker in view.workers if worker.decodes and worker.worker_id == ask.decode]
+    num_tokens = ask.num_prompt_tokens + ask.max_tokens
+    return _sound(ask, [worker for worker in view.workers if num_tokens <= worker.decode_limit], now)
+
+
+def who_prefills(ask: Ask, view: View, now: float) -> list[WorkerView]:
+    num_tokens = ask.num_prompt_tokens + ask.max_tokens
+    return _sound(ask, [worker for worker in view.workers if num_tokens <= worker.prefill_limit], now)
+
+
+def _sound(ask: Ask, workers: list[WorkerView], now: float) -> list[WorkerView]:
+    """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
+    if ask.excluded:
+        workers = [worker for worker in workers if worker.worker_id not in ask.excluded]
+    return [worker for worker in workers if worker.ejected_until <= now] or workers
+
+
+# -- predict
+
+
+def all_candidates(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
+    """Every worker on every side it has, with what is predicted of it or why it was refused."""
+    decodes, prefills = who_decodes(ask, view, now), who_prefills(ask, view, now)
+    taken = {("decode", worker.worker_id) for worker in decodes} | {
+        ("prefill", worker.worker_id) for worker in prefills
+    }
+    others: list[tuple[Side, WorkerView]] = []
+    if ask.decode is None:
+        others += [("decode", worker) for worker in view.workers if worker.decodes]
+    others += [("prefill", worker) for worker in view.workers if worker.prefills]
+    return (
+        *(decode_candidate(ask, worker) for worker in decodes),
+        *(prefill_candidate(ask, worker) for worker in prefills),
+        *(
+            Candidate(worker.worker_id, side, _refusal(ask, worker) or "ejected")
+            for side, worker in others
+            if (side, worker.worker_id) not in taken
+        ),
+    )
+
+
+def cached_tokens(ask: Ask, worker: WorkerView) -> int:
+    """Prompt tokens that the worker need not compute."""
+    return min(ask.cached_tokens.get(worker.worker_id, 0), ask.num_prompt_tokens - 1) if ask.cached_tokens else 0
+
+
+def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
+    tpot = worker.tpot_seconds(ask.n, ask.num_prompt_tokens)
+    cached = cached_tokens(ask, worker)
+    compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
+    fits = ask.n <= worker.free_slots and ask.num_prompt_tokens <= worker.free_tokens
+    room = 0.0 if fits else _room_seconds(ask, worker, tpot)
+    return Candidate(worker.worker_id, "decode", None, cached, room, compute, tpot)
+
+
+def prefill_candidate(ask: Ask, worker: WorkerView) -> Candidate:
+    cached = cached_tokens(ask, worker)
+    compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
+    stall = compute * worker.load.num_waiting
+    return Candidate(worker.worker_id, "prefill", None, cached, worker.queue_seconds, compute, stall_seconds=stall)
+
+
+def _refusal(ask: Ask, worker: WorkerView) -> Refusal | None:
+    """Which of the reasons it was, if any but the worker's health."""
+    if worker.draining:
+        return "draining"
+    if worker.worker_id in ask.excluded:
+        return "excluded"
+    return "context" if ask.num_prompt_tokens + ask.max_tokens > worker.max_context_tokens else None
+
+
+def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
+    """How long until the worker has a free row and the blocks for this request: ended sequences make room, one every
+    `tpot` × half an expected output ÷ their number."""
+    running = max(worker.load.num_running, 1)
+    mean_tokens = max(worker.load.context_tokens // running, 1)
+    missing_rows = max(ask.n - worker.free_slots, 0)
+    missing_tokens = max(ask.num_prompt_tokens - worker.free_tokens, 0)
+    endings = max(missing_rows, ceil(missing_tokens / mean_tokens))
+    return endings * tpot * EXPECTED_OUTPUT_TOKENS / 2 / running
+
+
+# -- prices
+
+
+def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
+    """The wait for room and an expected output at the predicted TPOT: of a Candidate, without making one."""
+    n, num_tokens = ask.n, ask.num_prompt_tokens
+    prices = [EXPECTED_OUTPUT_TOKENS * worker.tpot_seconds(n, num_tokens) for worker in workers]
+    full = [at for at, worker in enumerate(workers) if n > worker.free_slots or num_tokens > worker.free_tokens]
+    for at in full:
+        prices[at] += _room_seconds(ask, workers[at], prices[at] / EXPECTED_OUTPUT_TOKENS)
+    return prices
+
+
+def prefill_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
+    """The queue, the uncached part, and the stall of those who wait."""
+    num_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
+    prices: list[float] = []
+    for worker in workers:
+        cached = held.get(worker.worker_id, 0)
+        if cached >= num_tokens:
+            cached = num_tokens - 1
+        compute = worker.cost.prefill_seconds(num_tokens - cached, cached)
+        prices.append(worker.queue_seconds + compute + compute * worker.load.num_waiting)
+    return prices
+
+
+def why_nobody_decodes(ask: Ask, view: View) -> Literal["no_workers", "draining", "context", "excluded"]:
+    reasons = {_refusal(ask, worker) for worker in view.workers if worker.decodes}
+    if "context" in reasons:
+        return "context"
+    if "excluded" in reasons:
+        return "excluded"
+    return "draining" if "draining" in reasons else "no_workers"
