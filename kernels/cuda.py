@@ -92,9 +92,9 @@ class CudaOps:
         self._check(num_heads, num_kv_heads, head_dim, decodes)
         dense_from = self._dense_from[len(batch.prefill_lengths) > 1]
         whole = whole_prompts(batch.prefill_lengths, dense_from)
-        tables = batch.block_tables_RB[decodes:]
+        tables, contexts = batch.block_tables_RB[decodes:], batch.contexts_R[decodes:]
         if len(whole) == 1 and whole[0].num_tokens == num_tokens:
-            return dense_prefill(q_THE, pool, layer, tables[0], scale)
+            return dense_prefill(q_THE, pool, layer, tables[0], contexts[:1], scale)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
             many = decodes * num_kv_heads >= MANY_UNITS
@@ -104,7 +104,8 @@ class CudaOps:
         for prompt in whole:
             first = decodes + prompt.first_token
             here = slice(first, first + prompt.num_tokens)
-            out[here] = dense_prefill(q_THE[here], pool, layer, tables[prompt.row], scale)
+            context = contexts[prompt.row : prompt.row + 1]
+            out[here] = dense_prefill(q_THE[here], pool, layer, tables[prompt.row], context, scale)
         if len(whole) < batch.contexts_R.shape[0] - decodes:
             whole_from = dense_from if whole else None
             paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, whole_from)

@@ -37,11 +37,11 @@ def prepare(
         _attend(q_QHE, kv_KQE, kv_KQE, 1.0)
 
 
-def dense_prefill(q_QHE: Tensor, pool: Tensor, layer: int, table_B: Tensor, scale: float) -> Tensor:
-    """The attention of one row's tokens over themselves, [Q, H, E]."""
+def dense_prefill(q_QHE: Tensor, pool: Tensor, layer: int, table_B: Tensor, context_1: Tensor, scale: float) -> Tensor:
+    """The attention of one row's tokens over themselves, [Q, H, E]. Tokens beyond `context_1` are padding."""
     num_tokens = q_QHE.shape[0]
     length = rounded(num_tokens)
-    keys_KQE, values_KQE = gather_row(pool, layer, table_B, num_tokens, length)
+    keys_KQE, values_KQE = gather_row(pool, layer, table_B, context_1, length)
     if length > num_tokens:
         padded = torch.empty(length, *q_QHE.shape[1:], dtype=q_QHE.dtype, device=q_QHE.device)
         padded[:num_tokens] = q_QHE
@@ -62,16 +62,16 @@ def _attend(q_QHE: Tensor, keys_KQE: Tensor, values_KQE: Tensor, scale: float) -
     return result.transpose(1, 2)[0]
 
 
-def gather_row(pool: Tensor, layer: int, table_B: Tensor, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
-    """K and V of a row's first tokens, [K, length, E] each, zero beyond them."""
+def gather_row(pool: Tensor, layer: int, table_B: Tensor, context_1: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V of a row's context, [K, length, E] each, zero beyond it."""
     _, heads, _, _, size, dim = pool.shape
     gathered = torch.empty(2, heads, length, dim, dtype=pool.dtype, device=pool.device)
     _gather[(triton.cdiv(length, size), heads)](
         pool,
         table_B,
         gathered,
+        context_1,
         layer,
-        num_tokens,
         length,
         pool.stride(0),
         pool.stride(1),
@@ -84,13 +84,13 @@ def gather_row(pool: Tensor, layer: int, table_B: Tensor, num_tokens: int, lengt
     return gathered[0], gathered[1]
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "length"])
+@triton.jit(do_not_specialize=["layer", "length"])
 def _gather(
     POOL,
     TABLE,
     OUT,
+    CONTEXT,
     layer,
-    num_tokens,
     length,
     block_stride,
     head_stride,
@@ -100,6 +100,7 @@ def _gather(
     E: tl.constexpr,
     K: tl.constexpr,
 ):
+    num_tokens = tl.load(CONTEXT)
     column = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     s = tl.arange(0, SIZE)

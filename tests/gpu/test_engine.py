@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import Steps, random_ids
-from tests.tiny import make_variant
+from tests.tiny import make_checkpoint, make_variant
 from workers.models.parallel import form
 from workers.ranks.rank import Launched, UnderWay
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
@@ -38,7 +38,9 @@ MARGIN = 0.1  # of a row's standard deviation: below, rounding may decide which 
 DECODES = 6
 
 
-def steps_on(device: str, dtype: str, folder: pathlib.Path) -> Steps:
+def steps_on(
+    device: str, dtype: str, folder: pathlib.Path, *, graphs: bool = True, max_step_tokens: int = 256
+) -> Steps:
     engine = EngineConfig.model_validate(
         {
             "device": device,
@@ -46,10 +48,10 @@ def steps_on(device: str, dtype: str, folder: pathlib.Path) -> Steps:
             "num_blocks": 64,
             "block_size": 16,
             "max_num_seqs": 8,
-            "max_step_tokens": 256,
+            "max_step_tokens": max_step_tokens,
         }
     )
-    return Steps.of(folder, form(ParallelLayout(), 0, None, device=torch.device(device)), engine)
+    return Steps.of(folder, form(ParallelLayout(), 0, None, device=torch.device(device)), engine, graphs=graphs)
 
 
 def prompts(steps: Steps) -> None:
@@ -102,6 +104,26 @@ def test_logits_equal_the_cpus(name: str, tmp_path: pathlib.Path) -> None:
         assert ((expected.amax(-1) - chosen) < MARGIN * expected.std(-1)).all()
 
 
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_long_prompts_equal_the_cpus(tmp_path: pathlib.Path, graphs: bool) -> None:
+    """Alone and whole, which takes the library's kernel; in chunks; behind a cached prefix; and what decodes after it."""
+    folder = make_checkpoint(tmp_path / "llama", max_position_embeddings=1024, head_dim=64)
+    both = [
+        steps_on(*on, folder, graphs=graphs, max_step_tokens=1024) for on in (("cuda", "bfloat16"), ("cpu", "float32"))
+    ]
+    ids = random_ids(700, 5)
+    for steps in both:
+        steps.prompt(0, ids, range(44))
+        steps.plan(RowWork(0, 700, 1, (9,)), num_decodes=1)
+        steps.prompt(1, [*ids[:512], *random_ids(30, 6)], [*range(32), 50, 51], cached=512)
+        steps.plan(ends=(0,))
+        steps.prompt(0, ids, range(44), chunks=(512, 100))
+    ours, theirs = ([logits.float().cpu() for logits in steps.logits] for steps in both)
+    assert len(ours) == len(theirs) == 6
+    for found, expected in zip(ours, theirs, strict=True):
+        assert float((found - expected).norm() / expected.norm()) < LIMIT
+
+
 SHARED = {"max_tokens": 1000, "ignore_eos": True}
 SAMPLING = (
     SamplingParams(**SHARED, temperature=0.0),
@@ -112,9 +134,9 @@ SAMPLING = (
 ROOM = 11  # blocks of each row
 
 
-def begun(folder: pathlib.Path) -> Steps:
+def begun(folder: pathlib.Path, *, graphs: bool = True) -> Steps:
     """Four rows, one a way to sample, that hold a prompt of 20 tokens each."""
-    steps = steps_on("cuda", "bfloat16", folder)
+    steps = steps_on("cuda", "bfloat16", folder, graphs=graphs)
     for row, sampling in enumerate(SAMPLING):
         steps.prompt(row, random_ids(20, row), range(ROOM * row, ROOM * row + 2), sampling=sampling)
     return steps
@@ -161,9 +183,10 @@ def test_a_launch_waits_for_nothing_and_draws_what_a_step_of_its_own_draws(tmp_p
     assert all(result.logprobs[2] is not None and len(result.logprobs[2].top) == 3 for result in found)
 
 
-def test_a_prompt_beside_decodes_is_launched_without_waiting(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_a_prompt_beside_decodes_is_launched_without_waiting(tmp_path: pathlib.Path, graphs: bool) -> None:
     """With all that begins with it: penalties, bias, a sequence that resumes."""
-    steps = begun(make_variant(tmp_path, "llama"))
+    steps = begun(make_variant(tmp_path, "llama"), graphs=graphs)
     ids = tuple(random_ids(20, 9))
     for position, mode in ((20, nullcontext()), (21, synchronising_is_an_error())):
         plan = next_step(steps, position)

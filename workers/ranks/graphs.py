@@ -7,6 +7,8 @@ by nobody.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +24,38 @@ def graph_sizes(most: int) -> list[int]:
     return sizes[: bisect_left(sizes, most) + 1]
 
 
+# a graph, and what its replay fills
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+
+
+class GraphMemory:
+    """The memory that all graphs of one rank compute in: one of them is replayed at a time, and what it fills is read
+    before the next one is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch names no type for it; None makes one
+
+    def capture(self, step: Callable[[], Tensor]) -> Captured:
+        """The launches of `step`, which runs once before, so that its kernels are compiled."""
+        step()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # other threads of the process may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            filled = step()
+        self._pool = graph.pool()
+        return graph, filled
+
+
 class DecodeGraphs:
     """Owns the graphs and the buffers whose addresses they hold. One rank alone, whose every row computes one token."""
 
-    def __init__(self, model: Transformer, pool: Tensor, rows: Rows, max_rows: int) -> None:
-        self._model, self._pool, self._rows = model, pool, rows
+    def __init__(self, model: Transformer, pool: Tensor, rows: Rows, memory: GraphMemory, max_rows: int) -> None:
+        self._model, self._pool, self._rows, self._memory = model, pool, rows, memory
         self._sizes = graph_sizes(max_rows)
         most, device = self._sizes[-1], pool.device
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, Captured] = {}
         self._numbers = torch.zeros(5 * most, dtype=torch.int64, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._contexts = torch.zeros(most, dtype=torch.int32, device=device)
@@ -52,19 +77,13 @@ class DecodeGraphs:
         graph.replay()
         return logits_RV[: inputs.num_rows]
 
-    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _graph(self, size: int) -> Captured:
         """Captured over padding alone, once its kernels are compiled: what the pool holds stays as it is."""
         if size not in self._captured:
             numbers = self._numbers[: 5 * size].view(5, size)
             numbers.zero_()
             DecodeInputs.fields(numbers)[2].fill_(-1)
-            self._step(size)
-            torch.cuda.synchronize(self._pool.device)
-            graph = torch.cuda.CUDAGraph()
-            # other threads of the process may use the device meanwhile
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                logits_RV = self._step(size)
-            self._captured[size] = graph, logits_RV
+            self._captured[size] = self._memory.capture(lambda: self._step(size))
         return self._captured[size]
 
     def _step(self, size: int) -> Tensor:

@@ -5,6 +5,8 @@ Shape suffixes as in kernels.ops; W rows of a plan's work.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +56,67 @@ class DecodeInputs:
         return self.numbers[3, : self.num_rows]
 
 
+class PromptFields(NamedTuple):
+    """Of PromptInputs.numbers, in their order: of each token, of each row slot, and the first token of each prompt slot
+    with the last one's end. Tensors, or arrays of the host."""
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    rows: Any
+    contexts: Any
+    starts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """What a step with prompts is padded to: so many tokens, decode slots and prompt slots. `whole`: of one prompt, which
+    is its whole context, and nothing else."""
+
+    num_tokens: int
+    num_decodes: int
+    num_prompts: int
+    whole: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_numbers(self) -> int:
+        return 3 * self.num_tokens + 2 * self.num_rows + self.num_prompts + 1
+
+    def fields(self, numbers: Any) -> PromptFields:
+        """Views of a vector of num_numbers."""
+        lengths = [*[self.num_tokens] * 3, *[self.num_rows] * 2, self.num_prompts + 1]
+        ends = list(accumulate(lengths))
+        return PromptFields(*(numbers[end - length : end] for end, length in zip(ends, lengths, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInputs:
+    """What a step with prompts computes, padded: decodes lead their slots and the tokens, prompts lead theirs and follow
+    in the tokens. Padding: context 0, no slot, no tokens."""
+
+    shape: PromptShape
+    numbers: Tensor  # int64 [shape.num_numbers]
+    sample_at: Tensor
+    sample_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A plan's work on the host, one number a row of it or a token. `starts` has one number more."""
+
+    rows: Array
+    starts: Array
+    contexts: Array
+    slots: Array
+    positions: Array
+    sample_at: Array
+    sample_rows: Array
+
+
 class Rows:
     """Owned by the rank's runner. All arrays are made once; on a CPU tensors and arrays share their memory, elsewhere
     `tables` and the last tokens live on the device too, and a step sends what changed."""
@@ -101,6 +164,53 @@ class Rows:
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Appends the plan's new blocks and lays out its tokens."""
+        work, laid = plan.work, self._lay_out(plan)
+        max_context = int(laid.contexts.max())
+        token_ids_T, rows_W, starts_R1, contexts_R, slots_T, positions_T, sample_at, sample_rows = to_device(
+            self._device,
+            [
+                _token_ids(work, len(laid.slots)),
+                laid.rows,
+                laid.starts.astype(np.int32),
+                laid.contexts.astype(np.int32),
+                laid.slots,
+                laid.positions,
+                laid.sample_at,
+                laid.sample_rows,
+            ],
+        )
+        batch = AttentionBatch(
+            starts_R1=starts_R1,
+            contexts_R=contexts_R,
+            block_tables_RB=self.tables[rows_W, : -(-max_context // self._block_size)],
+            slots_T=slots_T,
+            positions_T=positions_T,
+            num_decodes=plan.num_decodes,
+            max_query=max(item.num_tokens for item in work),
+            max_context=max_context,
+            prefill_lengths=tuple((item.num_tokens, item.start + item.num_tokens) for item in work[plan.num_decodes :]),
+        )
+        has_late = any(item.token_ids is None for item in work[: plan.num_decodes])
+        return StepInputs(token_ids_T, batch, rows_W[: plan.num_decodes], has_late, sample_at, sample_rows)
+
+    def prompt_inputs(self, plan: StepPlan, shape: PromptShape) -> PromptInputs:
+        """The same for a step that is padded to `shape`."""
+        laid, decodes = self._lay_out(plan), plan.num_decodes
+        count, prompts = len(laid.slots), slice(shape.num_decodes, shape.num_decodes + len(plan.work) - decodes)
+        numbers = np.zeros(shape.num_numbers, dtype=np.int64)
+        fields = shape.fields(numbers)
+        fields.token_ids[:count] = _token_ids(plan.work, count)
+        fields.positions[:count] = laid.positions
+        fields.slots[:] = -1
+        fields.slots[:count] = laid.slots
+        for field, values in ((fields.rows, laid.rows), (fields.contexts, laid.contexts)):
+            field[:decodes], field[prompts] = values[:decodes], values[decodes:]
+        fields.starts[:] = count
+        fields.starts[: len(plan.work) - decodes] = laid.starts[decodes:-1]
+        there, sample_at, sample_rows = to_device(self._device, [numbers, laid.sample_at, laid.sample_rows])
+        return PromptInputs(shape, there, sample_at, sample_rows)
+
+    def _lay_out(self, plan: StepPlan) -> _Layout:
         work, size = plan.work, self._block_size
         self._append([item.row for item in work], [item.new_blocks for item in work])
         rows = np.array([item.row for item in work], dtype=np.int64)
@@ -108,39 +218,11 @@ class Rows:
         firsts = np.array([item.start for item in work], dtype=np.int64)
         ends = np.cumsum(counts)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), ends))
-        contexts = firsts + counts
-        num_tokens = int(ends[-1])
         owner = np.repeat(np.arange(len(work)), counts)
-        positions = np.arange(num_tokens) - starts[owner] + firsts[owner]
+        positions = np.arange(int(ends[-1])) - starts[owner] + firsts[owner]
         slots = self._tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
         draws = np.array([item.num_samples > 0 for item in work], dtype=bool)
-        max_context = int(contexts.max())
-        token_ids_T, rows_W, starts_R1, contexts_R, slots_T, positions_T, sample_at, sample_rows = to_device(
-            self._device,
-            [
-                _token_ids(work, num_tokens),
-                rows,
-                starts.astype(np.int32),
-                contexts.astype(np.int32),
-                slots,
-                positions,
-                ends[draws] - 1,
-                rows[draws],
-            ],
-        )
-        batch = AttentionBatch(
-            starts_R1=starts_R1,
-            contexts_R=contexts_R,
-            block_tables_RB=self.tables[rows_W, : -(-max_context // size)],
-            slots_T=slots_T,
-            positions_T=positions_T,
-            num_decodes=plan.num_decodes,
-            max_query=int(counts.max()),
-            max_context=max_context,
-            prefill_lengths=tuple((item.num_tokens, item.start + item.num_tokens) for item in work[plan.num_decodes :]),
-        )
-        has_late = any(item.token_ids is None for item in work[: plan.num_decodes])
-        return StepInputs(token_ids_T, batch, rows_W[: plan.num_decodes], has_late, sample_at, sample_rows)
+        return _Layout(rows, starts, firsts + counts, slots, positions, ends[draws] - 1, rows[draws])
 
     def _append(self, rows: Sequence[int], new_blocks: Sequence[tuple[int, ...]]) -> None:
         """New blocks go behind those that their rows have."""

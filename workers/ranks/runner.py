@@ -23,10 +23,11 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import RankContext, Store, Work, form
 from workers.models.transformer import Transformer
 from workers.models.weights import LoadProgress, Wanted, load, no_progress
-from workers.ranks.graphs import DecodeGraphs
+from workers.ranks.graphs import DecodeGraphs, GraphMemory
+from workers.ranks.prompt_graphs import PromptGraphs
 from workers.ranks.rank import Launched, UnderWay
 from workers.ranks.returning import Returning
-from workers.ranks.rows import Rows, StepInputs
+from workers.ranks.rows import PromptInputs, Rows, StepInputs
 from workers.ranks.sampler import Draw, Drawn, Sampler
 from workers.ranks.staging import to_device
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
@@ -120,9 +121,11 @@ class Runner:
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
         blocks_per_row = -(-self.max_context_tokens // engine.block_size)
         self._rows = Rows(engine.max_num_seqs, blocks_per_row, engine.block_size, context.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: tuple[DecodeGraphs, PromptGraphs] | None = None
         if graphs and context.device.type == "cuda" and layout.world_size == 1:
-            self._graphs = DecodeGraphs(self._model, self.pool.tensor, self._rows, engine.max_num_seqs)
+            parts, memory = (self._model, self.pool.tensor, self._rows), GraphMemory(context.device)
+            prompts = PromptGraphs(*parts, memory, engine.max_num_seqs, engine.max_step_tokens)
+            self._graphs = DecodeGraphs(*parts, memory, engine.max_num_seqs), prompts
         self._sampler: Sampler | None = None
         if context.samples:
             self._sampler = Sampler(
@@ -149,7 +152,8 @@ class Runner:
         self.run(StepPlan(0, (), 0, ends=(0,)))
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.prepare()
+                for graphs in self._graphs:
+                    graphs.prepare()
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Carries the plan out, and waits for the result."""
@@ -163,15 +167,28 @@ class Runner:
         self._change_rows(plan)
         if not plan.work:
             return self._answer(plan, None)
-        if self._graphs is not None and plan.num_decodes == len(plan.work):
-            decode = self._rows.decode_inputs(plan, self._graphs.size_for(plan.num_decodes))
-            return self._draw(plan, self._graphs.logits(decode), decode.rows)
+        if self._graphs is not None:
+            decodes, prompts = self._graphs
+            if plan.num_decodes == len(plan.work):
+                inputs = self._rows.decode_inputs(plan, decodes.size_for(plan.num_decodes))
+                return self._draw(plan, decodes.logits(inputs), inputs.rows)
+            if (shape := prompts.shape_for(plan)) is not None:
+                padded = self._rows.prompt_inputs(plan, shape)
+                return self._draw_at(plan, prompts.residual(padded), padded)
+        return self._launch_eagerly(plan)
+
+    def _launch_eagerly(self, plan: StepPlan) -> Launched:
+        """Every kernel by a launch of its own."""
         inputs = self._rows.inputs(plan)
         residual_TD = self._forward(inputs)
-        if not self._context.is_last_stage:
-            self._pass_on(residual_TD)
-            self._returning.expect(inputs.sample_rows)
-            return self._answer(plan, None)
+        if self._context.is_last_stage:
+            return self._draw_at(plan, residual_TD, inputs)
+        self._pass_on(residual_TD)
+        self._returning.expect(inputs.sample_rows)
+        return self._answer(plan, None)
+
+    def _draw_at(self, plan: StepPlan, residual_TD: Tensor, inputs: StepInputs | PromptInputs) -> Launched:
+        """Last stage: what the rows that draw draw from, and the draw."""
         if not inputs.sample_rows.shape[0]:
             return self._answer(plan, None)
         return self._draw(plan, self._model.logits(residual_TD[inputs.sample_at]), inputs.sample_rows)

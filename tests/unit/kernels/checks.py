@@ -127,8 +127,9 @@ def check_gather_row(
     num_blocks = -(-num_tokens // block_size) + 3
     batch = paged_batch([(num_tokens, num_tokens)], block_size, num_blocks, generator)
     pool = filled_pool((num_blocks, kv_heads, 3, 2, block_size, head_dim), 1, batch, generator).to(device, dtype)
-    table = on(batch, device).block_tables_RB[0]
-    gathered = dense_prefill.gather_row(pool, 1, table, num_tokens, length)
+    batch = on(batch, device)
+    table = batch.block_tables_RB[0]
+    gathered = dense_prefill.gather_row(pool, 1, table, batch.contexts_R, length)
     for got, wanted in zip(gathered, gather_context(pool, 1, table, num_tokens), strict=True):
         assert torch.equal(got[:, :num_tokens].float(), wanted)
         assert not got[:, num_tokens:].any()
