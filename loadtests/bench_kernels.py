@@ -8,18 +8,13 @@ Shape: Llama-3.1-8B, bf16, blocks of 32 tokens.
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +28,7 @@ from kernels.reference import ReferenceOps
 from kernels.sample import sample
 from kernels.sample_floor import sample_floor
 from kernels.tuning import card, tuning_of
+from loadtests.report import Report, Row, add_arguments
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, FEED_FORWARD, BLOCK = 32, 32, 8, 128, 4096, 14336, 32
 NUM_BLOCKS = 4480  # 18 GiB: 128 rows of 1k and one of 8k
@@ -40,41 +36,6 @@ SCALE = DIM**-0.5
 DTYPE = torch.bfloat16
 MUST = {"decode_b128_1k_fraction": 0.92, "decode_b1_32k_fraction": 0.80, "pull_512mib_gbps": 340.0}
 AIM = {"decode_b128_1k_fraction": 0.97, "decode_b1_32k_fraction": 0.92, "pull_512mib_gbps": 375.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the report, in the form that every benchmark has."""
-
-    name: str
-    value: float
-    unit: str
-    better: str
-    samples: list[float]
-    peer: float | None = None
-    peer_name: str | None = None
-    detail: dict[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        must, aim = MUST.get(self.name), AIM.get(self.name)
-        met = None if must is None else self.value >= must
-        ratio = (
-            None if self.peer is None else self.value / self.peer if self.better == "higher" else self.peer / self.value
-        )
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "better": self.better,
-            "must": must,
-            "aim": aim,
-            "met": met,
-            "samples": self.samples,
-            "peer": self.peer,
-            "peer_name": self.peer_name,
-            "ratio": ratio,
-            "detail": self.detail,
-        }
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 15, inner: int = 1) -> list[float]:
@@ -173,11 +134,10 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 class Bench:
-    """Times everything on one device and collects rows; owns the pool that all attention rows share."""
+    """Times everything on one device, for a report; owns the pool that all attention rows share."""
 
-    def __init__(self, device: torch.device, ops: CudaOps) -> None:
-        self.device, self.ops = device, ops
-        self.rows: list[Row] = []
+    def __init__(self, device: torch.device, ops: CudaOps, report: Report) -> None:
+        self.device, self.ops, self.report = device, ops, report
         self.copy_rate, self.matrix_rate = copy_rate(device), matrix_rate(device)
         self.pool = random_pool(NUM_BLOCKS, device)
         self._note("copy_gbps", self.copy_rate / 1e9, "gbps", [])
@@ -217,7 +177,7 @@ class Bench:
         if bad:
             raise ValueError(f"relative error must be below 1e-2, got {bad}")
 
-    def decode(self, num_rows: int, context: int, label: str) -> None:
+    def decode(self, num_rows: int, context: int, label: str) -> Row:
         """All layers of one step, one graph."""
         batch = batch_of([(1, context)] * num_rows, self.device)
         q = queries(num_rows, self.device)
@@ -227,7 +187,7 @@ class Bench:
                 self.ops.attention(q, self.pool, layer, batch, SCALE)
 
         num_bytes = LAYERS * num_rows * (context * KV_HEADS * 2 * DIM + 2 * HEADS * DIM) * 2
-        self._bandwidth(f"decode_{label}", num_bytes, seconds_of(step))
+        return self._bandwidth(f"decode_{label}", num_bytes, seconds_of(step))
 
     def decode_mixed(self) -> None:
         """128 rows of 100 to 1,800 tokens and one of 16k: what the even split is for."""
@@ -319,58 +279,51 @@ class Bench:
             us = [s * 1e6 for s in seconds_of(run)]
             self._note(f"{name}_b128_us", statistics.median(us), "us", us)
 
-    def _bandwidth(self, name: str, num_bytes: int, seconds: list[float]) -> None:
+    def _bandwidth(self, name: str, num_bytes: int, seconds: list[float]) -> Row:
         fractions = [num_bytes / s / self.copy_rate for s in seconds]
         typical = statistics.median(seconds)
-        self._note(
-            f"{name}_fraction",
-            statistics.median(fractions),
-            "fraction",
-            fractions,
-            microseconds=typical * 1e6,
-            gbps=num_bytes / typical / 1e9,
-        )
+        detail = {"microseconds": typical * 1e6, "gbps": num_bytes / typical / 1e9}
+        return self._note(f"{name}_fraction", statistics.median(fractions), "fraction", fractions, **detail)
 
     def _note(
         self, name: str, value: float, unit: str, samples: list[float], peer: float | None = None, **detail: float
-    ) -> None:
-        better = "lower" if unit == "us" else "higher"
-        row = Row(name, value, unit, better, samples, peer, "SDPA cuDNN, dense" if peer else None, detail)
-        self.rows.append(row)
-        print(f"{name:28} {value:10.3f} {unit:9}", *(f"{k}={v:.1f}" for k, v in detail.items()), peer or "", flush=True)
-
-
-def report(rows: list[Row], device: torch.device) -> dict[str, Any]:
-    """The object that every benchmark ends with."""
-    properties = torch.cuda.get_device_properties(device)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "bench": "kernels",
-        "commit": os.environ.get("HEADRACE_COMMIT") or commit.stdout.strip(),
-        "command": " ".join(["python -m loadtests.bench_kernels", *sys.argv[1:]]),
-        "hardware": f"{properties.name}, {properties.multi_processor_count} multiprocessors, "
-        f"{properties.total_memory / 2**30:.0f} GiB; {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "date": time.strftime("%Y-%m-%d"),
-        "calibration_ms": None,
-        "rows": [row.as_json() for row in rows],
-    }
+    ) -> Row:
+        row = Row(
+            name,
+            value,
+            unit,
+            "lower" if unit == "us" else "higher",
+            MUST.get(name),
+            AIM.get(name),
+            samples,
+            peer,
+            "SDPA cuDNN, dense" if peer else None,
+            value / peer if peer else None,
+            detail=detail,
+        )
+        self.report.add(row)
+        return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pull", action="store_true", help="only the pull between two devices")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; default docs/benchmarks/kernels-CARD.json")
-    parser.add_argument("--gate", action="store_true", help="exit 1 where a row misses its must")
+    add_arguments(parser)
     arguments = parser.parse_args()
     device = torch.device("cuda", 0)
+    properties = torch.cuda.get_device_properties(device)
+    hardware = f"{properties.name}, {properties.multi_processor_count} multiprocessors, " + (
+        f"{properties.total_memory / 2**30:.0f} GiB; {os.cpu_count()} cores"
+    )
+    report = Report("kernels", ("torch", "triton"), hardware)
     if arguments.pull:
         from loadtests.bench_pull import measure_pull
 
-        rows = [Row(name, value, unit, "higher", samples) for name, value, unit, samples in measure_pull(device)]
+        for name, value, unit, samples in measure_pull(device):
+            report.add(Row(name, value, unit, "higher", MUST.get(name), AIM.get(name), samples))
     else:
         torch.manual_seed(0)
-        bench = Bench(device, CudaOps(device))
+        bench = Bench(device, CudaOps(device), report)
         bench.check()
         for num_rows, context, label in (
             (128, 1024, "b128_1k"),
@@ -392,14 +345,9 @@ def main() -> int:
         bench.prefill(8192, 8192, "8k_paged", known=False)
         bench.elementwise()
         bench.sampling()
-        rows = bench.rows
-    result = report(rows, device)
     suffix = "-pull" if arguments.pull else ""
-    path = arguments.out or Path(f"docs/benchmarks/kernels-{card(device)}{suffix}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 1 if arguments.gate and any(row["met"] is False for row in result["rows"]) else 0
+    arguments.out = arguments.out or Path(f"docs/benchmarks/kernels-{card(device)}{suffix}.json")
+    return report.close(arguments)
 
 
 if __name__ == "__main__":

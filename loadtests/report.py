@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,7 @@ class Row:
     peer_name: str | None = None
     ratio: float | None = None
     note: str = ""
+    detail: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def met(self) -> bool | None:
@@ -42,9 +43,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self) | {"met": self.met, "samples": list(self.samples)}
-        if not self.note:
-            del found["note"]
-        return found
+        return {key: value for key, value in found.items() if value or key not in ("note", "detail")}
 
 
 @dataclass
