@@ -57,6 +57,7 @@ class CudaOps:
         self._dense_from = dense_from_tokens
         self._tuning = tuning or tuning_of(device)
         self._multiprocessors = num_multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
+        self._overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -83,7 +84,7 @@ class CudaOps:
         batch: AttentionBatch,
     ) -> Tensor:
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-        rope_store(q_THE, k_TKE, v_TKE, cos_sin_PE, pool, layer, batch, out, self._tuning.rope)
+        rope_store(q_THE, k_TKE, v_TKE, cos_sin_PE, pool, layer, batch, out, self._tuning.rope, self._overlapped)
         return out
 
     def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
@@ -100,7 +101,7 @@ class CudaOps:
             many = decodes * num_kv_heads >= MANY_UNITS
             tile = self._tuning.decode_many if many else self._tuning.decode
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
-            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
+            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile, self._overlapped)
         for prompt in whole:
             first = decodes + prompt.first_token
             here = slice(first, first + prompt.num_tokens)

@@ -22,7 +22,7 @@ import torch
 from kernels import norm, rope_store, silu_mul
 from kernels.paged_decode import DecodeScratch, paged_decode
 from kernels.paged_prefill import paged_prefill
-from kernels.tuning import TUNED, DecodeTile, PrefillTile, RopeTile, RowTile, Tuning, card, tuning_of
+from kernels.tuning import TUNED, DecodeTile, PrefillTile, RopeTile, RowTile, card, tuning_of
 from loadtests import bench_kernels as bench
 
 DECODE = [
@@ -31,8 +31,10 @@ DECODE = [
         (32, 16, 4, 6),
         (32, 32, 4, 6),
         (32, 32, 4, 7),
+        (32, 8, 2, 4),
         (32, 8, 2, 6),
         (32, 16, 2, 6),
+        (64, 16, 4, 3),
         (64, 16, 4, 5),
         (64, 32, 4, 5),
         (64, 32, 4, 7),
@@ -213,19 +215,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, required=True, help="where every measurement goes, as JSON")
     parser.add_argument("--out", type=Path, help="default kernels/tuned/CARD.json")
+    parser.add_argument("--decode-only", action="store_true", help="the other tiles stay as they are")
     arguments = parser.parse_args()
     started = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as processes:
-        for failure in filter(None, processes.map(compile_one, [*DECODE, *PREFILL])):
+        tiles = DECODE if arguments.decode_only else [*DECODE, *PREFILL]
+        for failure in filter(None, processes.map(compile_one, tiles)):
             print(failure, flush=True)
     print(f"compiled in {time.monotonic() - started:.1f} s", flush=True)
     device = torch.device("cuda", 0)
     tuner = Tuner(device)
-    norm_tile, rope_tile, silu_tile = tuner.rows()
-    known = tuning_of(device)
-    found = Tuning(
-        *tuner.decode(), tuner.prefill(), norm_tile, rope_tile, silu_tile, known.sample, known.sample_floor, known.pull
-    )
+    found = tuning_of(device)
+    if not arguments.decode_only:
+        norm_tile, rope_tile, silu_tile = tuner.rows()
+        found = dataclasses.replace(found, prefill=tuner.prefill(), norm=norm_tile, rope=rope_tile, silu=silu_tile)
+    decode, decode_many = tuner.decode()
+    found = dataclasses.replace(found, decode=decode, decode_many=decode_many)
     arguments.table.write_text(json.dumps(tuner.table))
     (arguments.out or TUNED / f"{card(device)}.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
     print(f"tuned in {time.monotonic() - started:.1f} s: {found}", flush=True)
