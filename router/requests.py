@@ -302,7 +302,8 @@ class Requests:
     def _note_first_token(self, flight: Flight) -> None:
         flight.waits_for_prefill = False
         self._ledger.first_token(flight.key.request_id)
-        self._caches.computed(flight.key.request_id, self._clock.now())
+        if flight.prediction is not None and flight.placed is not None:
+            self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, self._clock.now())
         if flight.first_token_at is None:
             flight.first_token_at = self._clock.now()
             _TTFT.observe(flight.first_token_at - flight.began)

@@ -268,7 +268,8 @@ class VirtualRouter:
             served.first_token_at = self._time.now
             flight.waits_for_prefill = False
             self._ledger.first_token(name)
-            self._caches.computed(name, self._time.now)
+            if flight.prediction is not None and flight.placed is not None:
+                self._caches.computed(name, flight.prediction, flight.placed, self._time.now)
             if output.usage is not None:
                 served.cached_tokens = output.usage.cached_tokens
         if output.num_generated % COUNT_EVERY_TOKENS == 0:

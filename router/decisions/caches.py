@@ -63,14 +63,13 @@ class Caches:
                     yield reason
 
     def placed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
-        """The workers of the placement will hold the prompt; the request's earlier ones will not."""
+        """Whoever prefills will hold the prompt by the time that what is placed there later runs; the request's earlier
+        workers will not. A decode worker that prefills nothing holds it only once it came: see computed()."""
         self.ended(request_id)
         chosen = placed.decided.chosen
         ttft = chosen.ttft_seconds if chosen is not None else 0.0
         expires = now + EXPECT_SECONDS + 2 * ttft
-        for worker in (placed.decode, placed.prefill):
-            if worker is not None:
-                self._expect(request_id, prediction, worker, expires)
+        self._expect(request_id, prediction, placed.prefill or placed.decode, expires)
 
     def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> None:
         chain = prediction.chains.get(worker.hash_class)
@@ -78,9 +77,12 @@ class Caches:
             halves = chain.after(prediction.promised.get(worker.worker_id, 0))
             self._index.overlay.expect(request_id, worker.worker_id, halves, worker.info.capacity.num_blocks, expires)
 
-    def computed(self, request_id: str, now: float) -> None:
-        """The request's first token came; its blocks' events are due soon, whatever becomes of it."""
+    def computed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
+        """The request's first token came: its decode worker holds the prompt too, and its blocks' events are due soon,
+        whatever becomes of it."""
         self._index.overlay.settle(request_id, now + SETTLE_SECONDS)
+        if placed.prefill is not None:
+            self._expect(request_id, prediction, placed.decode, now + SETTLE_SECONDS)
 
     def ended(self, request_id: str) -> None:
         """The request ended, or left its workers, before its first token."""

@@ -248,6 +248,12 @@ def test_paced_cold_prompts_are_spread_evenly_over_idle_workers() -> None:
         assert sum((counts[f"{role}-{n}"] - 40) ** 2 / 40 for n in range(10)) < 21.7, f"{role}: {counts}"
 
 
+def test_what_decode_does_not_hold_yet_is_not_counted_on() -> None:
+    """The second of one prompt comes while the first is prefilled: where it will decode there is nothing yet."""
+    _, tally = run(fleet(decode=1), [TraceRow(n, n / 10, 1200, 60, (7, 8)) for n in range(2)])
+    assert [(served.predicted_tokens, served.cached_tokens) for served in tally.served] == [(0, 0), (0, 0)]
+
+
 def test_what_decode_holds_is_pulled_by_a_prefill_worker_that_lacks_it() -> None:
     """Three prompts of one history: of two at once the second goes to the prefill worker that never saw it."""
     rows = [

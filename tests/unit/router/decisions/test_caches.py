@@ -47,14 +47,32 @@ def put(caches: Caches, view: View, request_id: str = "r", now: float = 0.0, to:
     return prediction
 
 
+def first_token(caches: Caches, view: View, now: float, request_id: str = "r") -> None:
+    """Of a request that put() placed on the view's workers."""
+    placed = place(Ask(len(TOKENS), 8), view, now)
+    assert isinstance(placed, Placed)
+    caches.computed(request_id, caches.predict(TOKENS, "", view, now), placed, now)
+
+
 def test_an_equal_prompt_finds_the_first_ones_workers_before_their_events_come() -> None:
     p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE)
     view, caches = View((p, d)), Caches(followed(p, d))
     assert put(caches, view).cached_tokens == {}
-    assert caches.predict(TOKENS, "", view, 0.0).cached_tokens == {"p": 400, "d": 400}
-    assert caches.predict(range(80), "", view, 0.0).cached_tokens == {"p": 80, "d": 80}
+    assert caches.predict(TOKENS, "", view, 0.0).cached_tokens == {"p": 400}
+    assert caches.predict(range(80), "", view, 0.0).cached_tokens == {"p": 80}
     assert caches.predict(TOKENS, "another salt", view, 0.0).cached_tokens == {}
     assert caches.predict(range(1, 300), "", view, 0.0).cached_tokens == {}
+
+
+def test_a_decode_worker_holds_a_prompt_no_sooner_than_it_came_there() -> None:
+    """Until then it can neither offer it nor go on from it alone: who was placed by that computed everything again."""
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE)
+    view, caches = View((p, d)), Caches(followed(p, d))
+    put(caches, view)
+    assert "d" not in caches.predict(TOKENS, "", view, 0.9).cached_tokens
+    first_token(caches, view, 1.0)
+    assert caches.predict(TOKENS, "", view, 1.0).cached_tokens == {"p": 400, "d": 400}
+    assert caches.predict(TOKENS, "", view, 1.0 + SETTLE_SECONDS).cached_tokens == {}
 
 
 def test_what_is_to_come_goes_on_from_what_is_held_and_promises_nothing() -> None:
@@ -82,7 +100,7 @@ def test_a_request_that_ends_before_its_first_token_brings_nothing_and_one_that_
     caches.ended("r")
     assert caches.predict(TOKENS, "", view, 0.0).cached_tokens == {}
     put(caches, view)
-    caches.computed("r", now=1.0)
+    first_token(caches, view, 1.0)
     assert caches.predict(TOKENS, "", view, 1.0 + SETTLE_SECONDS / 2).cached_tokens == {"u": 400}
     assert caches.predict(TOKENS, "", view, 1.0 + SETTLE_SECONDS).cached_tokens == {}
 
