@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import traceback
+from functools import partial
 
 import ray
 
@@ -51,7 +52,7 @@ class ControlActor:
 
     async def _control(self) -> None:
         store = connect(self._redis_url, BUDGET_SECONDS)
-        pools = RayPools(ray.get_runtime_context().namespace, rank_resources(self._config))
+        pools = RayPools(ray.get_runtime_context().namespace, partial(rank_resources, self._config))
         state = ControlState(store, self._config.name)
         self._controller = Controller(self._config, self._redis_url, self._host, pools, state, SystemClock())
         self._loop = asyncio.get_running_loop()
@@ -61,10 +62,12 @@ class ControlActor:
             await store.close()
 
 
-def rank_resources(config: ClusterConfig) -> dict[str, float]:
-    """What Ray sets aside for each rank."""
-    if config.ray.rank_resources is not None:
-        return dict(config.ray.rank_resources)
+def rank_resources(config: ClusterConfig, pool: str) -> dict[str, float]:
+    """What Ray sets aside for each rank of a pool, the configuration's or one that was desired since."""
+    own = config.pools[pool].rank_resources if pool in config.pools else None
+    given = own or config.ray.rank_resources
+    if given is not None:
+        return dict(given)
     return {"GPU": 1.0} if config.engine.device == "cuda" else {"CPU": 1.0}
 
 

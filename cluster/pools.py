@@ -88,9 +88,10 @@ class Adopted:
 class RayPools:
     """Owns the handles of all rank actors and placement groups of one cluster; called from one event loop."""
 
-    def __init__(self, namespace: str, rank_resources: Mapping[str, float]) -> None:
+    def __init__(self, namespace: str, rank_resources: Callable[[str], Mapping[str, float]]) -> None:
+        """`rank_resources(pool)`: what Ray sets aside for each rank of that pool."""
         self._namespace = namespace
-        self._resources = dict(rank_resources)
+        self._rank_resources = rank_resources
         self._ranks: dict[tuple[str, int], list[Any]] = {}
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
 
@@ -98,7 +99,8 @@ class RayPools:
         """Places and starts every rank; where the worker answers, once it is warm. WorkerLost, or what a rank
         failed with; whatever exists by then is remove()'s to end."""
         key = (spec.worker_id, spec.generation)
-        placement = plan_placement(spec.layout, self._resources)
+        pool = spec.worker_id.rpartition("-")[0]
+        placement = plan_placement(spec.layout, self._rank_resources(pool))
         with named(spec.worker_id, spec.generation):
             group = placement_group(
                 [dict(bundle) for bundle in placement.bundles],

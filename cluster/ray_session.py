@@ -85,8 +85,12 @@ def stop_controller(cluster: str, seconds: float) -> bool:
 
 def total_resources(config: ClusterConfig) -> dict[str, float]:
     """What all ranks of all pools take together."""
-    ranks = sum(pool.replicas * pool.layout.world_size for pool in config.pools.values())
-    return {name: amount * ranks for name, amount in rank_resources(config).items()}
+    total: dict[str, float] = {}
+    for pool_name, pool in config.pools.items():
+        ranks = pool.replicas * pool.layout.world_size
+        for name, amount in rank_resources(config, pool_name).items():
+            total[name] = total.get(name, 0.0) + amount * ranks
+    return total
 
 
 def _grants(config: ClusterConfig, needed: Mapping[str, float]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`python -m router headrace.yaml`: one router, from its configuration until SIGTERM.
 
 It says in one line where it serves. SIGTERM (or Ctrl-C) drains: new requests are refused, those in flight go on for up
-to DRAIN_SECONDS; a second signal ends it at once.
+to --grace-seconds; a second signal ends it at once.
 """
 
 import argparse
@@ -44,7 +44,13 @@ _TASKS = Gauge(metrics.TASKS, "Tasks of the event loop.")
 log = logging.getLogger("router")
 
 
-async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: Callable[[str], None] = print) -> None:
+async def serve(
+    config: ClusterConfig,
+    *,
+    workers: Sequence[str] = (),
+    grace_seconds: float = DRAIN_SECONDS,
+    serving: Callable[[str], None] = print,
+) -> None:
     """Runs one router until it is told to stop; `serving` gets its one line. HeadraceError when it cannot start."""
     models = load_models(config)
     signals = _signals()
@@ -83,7 +89,7 @@ async def serve(config: ClusterConfig, *, workers: Sequence[str] = (), serving: 
             await grpc.start()
             host, http_port = config.router.host, http_socket.getsockname()[1]
             serving(f"serving {config.model_name} http={host}:{http_port} grpc={host}:{grpc_port}")
-            await _drained(edge, changed, signals)
+            await _drained(edge, changed, signals, grace_seconds)
             await grpc.stop(CLOSE_SECONDS)
             http.should_exit = True
             watching.cancel()
@@ -114,14 +120,16 @@ def reach(core: Core) -> int | None:
     return max((worker.max_context_tokens for worker in core.requests.view().workers if worker.decodes), default=None)
 
 
-async def _drained(edge: Edge, changed: asyncio.Event, signals: "asyncio.Queue[signal.Signals]") -> None:
+async def _drained(
+    edge: Edge, changed: asyncio.Event, signals: "asyncio.Queue[signal.Signals]", grace_seconds: float
+) -> None:
     """Returns when it is time to close: told to stop, and then drained, out of time, or told again."""
     log.info("%s: draining", (await signals.get()).name)
     drained = asyncio.ensure_future(edge.drain())
     again = asyncio.ensure_future(signals.get())
     changed.set()
     try:
-        await asyncio.wait((drained, again), timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((drained, again), timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
         log.info("drained" if drained.done() else "closing with requests in flight")
     finally:
         drained.cancel()
@@ -187,12 +195,31 @@ def _refuse(models: Models, info: WorkerInfo) -> str | None:
     return f"tokenizer is {theirs} there and {', '.join(model.tokenizer_digest for model in models)} here"
 
 
+def read_keys(file: pathlib.Path) -> tuple[str, ...]:
+    """The API keys in a file, one a line. ConfigError when there is none: a router that was to ask for keys never stands
+    open because a file is missing or empty."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys-file: cannot read {file}: {error}", key="--api-keys-file", value=file) from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"--api-keys-file: {file} holds no key, it must hold one a line", key="--api-keys-file")
+    return keys
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="One router of a Headrace cluster.")
     parser.add_argument("config", type=pathlib.Path, help="the cluster's headrace.yaml")
     parser.add_argument("--redis-url", help="instead of redis.url of the configuration")
     parser.add_argument(
         "--worker", action="append", default=[], metavar="HOST:PORT", help="a worker to reach though it holds no lease"
+    )
+    parser.add_argument(
+        "--api-keys-file", type=pathlib.Path, help="one API key a line, beside router.api_keys of the configuration"
+    )
+    parser.add_argument(
+        "--grace-seconds", type=float, default=DRAIN_SECONDS, help="how long a drain waits (default: %(default)g)"
     )
     return parser.parse_args(arguments)
 
@@ -204,7 +231,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(options.config)
         if options.redis_url:
             config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": options.redis_url})})
-        uvloop.run(serve(config, workers=options.worker, serving=lambda line: print(line, flush=True)))
+        if options.api_keys_file:
+            keys = (*config.router.api_keys, *read_keys(options.api_keys_file))
+            config = config.model_copy(update={"router": config.router.model_copy(update={"api_keys": keys})})
+        serving = serve(
+            config,
+            workers=options.worker,
+            grace_seconds=options.grace_seconds,
+            serving=lambda line: print(line, flush=True),
+        )
+        uvloop.run(serving)
     except HeadraceError as error:
         print(f"router: {error.message}", file=sys.stderr)
         return 1

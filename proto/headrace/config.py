@@ -22,6 +22,7 @@ from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, Role
 
 Port = int
+RankResources = dict[str, Annotated[float, Field(gt=0, le=4096, strict=False)]]
 
 
 class _Section(BaseModel):
@@ -29,12 +30,14 @@ class _Section(BaseModel):
 
 
 class PoolConfig(_Section):
-    """Workers of one kind. GPUs per replica = tp × pp, or none on CPU."""
+    """Workers of one kind. GPUs per replica = tp × pp, or none on CPU. `rank_resources`: what Ray sets aside for each rank
+    of this pool, which ties it to nodes that have a resource of its own; null: what `ray.rank_resources` says."""
 
     role: Literal["prefill", "decode", "unified"]
     replicas: int = Field(default=1, ge=0, le=4096)
     tp: int = Field(default=1, ge=1, le=64)
     pp: int = Field(default=1, ge=1, le=64)
+    rank_resources: RankResources | None = Field(default=None, min_length=1)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -120,9 +123,7 @@ class RayConfig(_Section):
     your own; null: one GPU on cuda, one CPU on cpu."""
 
     address: str | None = Field(default=None, min_length=1)
-    rank_resources: dict[str, Annotated[float, Field(gt=0, le=4096, strict=False)]] | None = Field(
-        default=None, min_length=1
-    )
+    rank_resources: RankResources | None = Field(default=None, min_length=1)
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20, description="of a Ray that we start")
 
 

@@ -1,0 +1,24 @@
+from cluster.control_actor import rank_resources
+from cluster.ray_session import total_resources
+from headrace.config import ClusterConfig, EngineConfig, PoolConfig, RayConfig
+
+H100 = {"GPU": 1.0, "h100": 1.0}
+
+
+def test_a_pools_own_resources_come_before_those_of_all() -> None:
+    config = ClusterConfig(
+        model="m",
+        pools={
+            "prefill": PoolConfig(role="prefill", replicas=2, tp=4, rank_resources=H100),
+            "decode": PoolConfig(role="decode", tp=2),
+        },
+        ray=RayConfig(rank_resources={"GPU": 1.0, "l40s": 1.0}),
+    )
+    assert rank_resources(config, "prefill") == H100
+    assert rank_resources(config, "decode") == {"GPU": 1.0, "l40s": 1.0}
+    assert total_resources(config) == {"GPU": 10.0, "h100": 8.0, "l40s": 2.0}
+
+
+def test_without_any_a_rank_takes_one_device_also_in_a_pool_that_was_desired_later() -> None:
+    config = ClusterConfig(model="m", pools={"all": PoolConfig(role="unified")}, engine=EngineConfig(device="cuda"))
+    assert rank_resources(config, "all") == rank_resources(config, "later") == {"GPU": 1.0}
