@@ -15,6 +15,8 @@ from headrace.errors import HeadraceError
 COMMANDS = {
     "up": "Start a cluster and keep it running.",
     "down": "End a cluster that `up` started, and only that.",
+    "controller": "Keep a controller on a Ray cluster that others run.",
+    "drain": "Let the workers of one host finish, before it goes.",
     "status": "Show the pools, their workers and what they do.",
     "why": "Explain where a request ran: what was compared, predicted, and what happened.",
     "replay-decision": "Make logged placements again, and say which differ.",

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, InternalError, Unavailable
 
 LOOPBACK = "127.0.0.1"
+REPLACE_SECONDS = 30.0
+REPLACE_LOOK_SECONDS = 0.2
+ANSWER_SECONDS = 60.0
 
 
 def start(config: ClusterConfig) -> None:
@@ -70,11 +74,44 @@ def start_controller(config: ClusterConfig, redis_url: str) -> None:
         raise InternalError(f"the controller did not start: {why(error)}") from error
 
 
+def replace_controller(config: ClusterConfig, redis_url: str) -> None:
+    """start_controller, in the place of one that may run already. Workers serve on: the new one takes them over, once the
+    old one's lease is over."""
+    deadline = time.monotonic() + REPLACE_SECONDS
+    while (actor := _controller(config.name)) is not None:
+        ray.kill(actor, no_restart=True)
+        if time.monotonic() > deadline:
+            raise Unavailable(f"the old controller did not end within {REPLACE_SECONDS:.0f} s")
+        time.sleep(REPLACE_LOOK_SECONDS)
+    start_controller(config, redis_url)
+
+
+def check_controller(cluster: str) -> None:
+    """Unavailable when the Ray cluster does not answer, or has no controller. One that Ray just starts again is waited
+    for."""
+    actor = _controller(cluster)
+    if actor is None:
+        raise Unavailable("the Ray cluster has no controller any more")
+    try:
+        ray.get(actor.ping.remote(), timeout=ANSWER_SECONDS)
+    except RayError as error:
+        raise Unavailable(f"the controller does not answer: {why(error)}") from error
+
+
+def _controller(cluster: str) -> Any:
+    """Its handle, or None when there is none."""
+    try:
+        return ray.get_actor(NAME, namespace=namespace(cluster))
+    except ValueError:
+        return None
+    except ConnectionError as error:
+        raise Unavailable(f"the Ray cluster does not answer: {error}") from error
+
+
 def stop_controller(cluster: str, seconds: float) -> bool:
     """Has every worker drained and removed, then ends the controller; whether there was one."""
-    try:
-        actor: Any = ray.get_actor(NAME, namespace=namespace(cluster))
-    except ValueError:
+    actor = _controller(cluster)
+    if actor is None:
         return False
     try:
         ray.get(actor.stop.remote(), timeout=seconds)

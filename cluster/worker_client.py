@@ -81,6 +81,12 @@ class WorkerClient:
     async def set_role(self, role: Role) -> None:
         await self._call(self._control.SetRole, control_pb2.SetRoleRequest(role=role.value), CALL_SECONDS)
 
+    async def drain(self, grace_seconds: float) -> int:
+        """Has the worker refuse new work and finish what it has; how many requests were cut when the grace was over."""
+        request = control_pb2.DrainRequest(grace_seconds=grace_seconds)
+        answer = await self._call(self._control.Drain, request, grace_seconds + CALL_SECONDS)
+        return int(answer.num_cut)
+
     async def _call(self, method: Any, request: Any, seconds: float) -> Any:
         try:
             return await method(request, timeout=seconds)

@@ -63,7 +63,9 @@ def test_faults_inside_a_pool_name_the_pool() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("model: m\npools: {fast: {role: decode, tp: 0}}")
     assert "pools.fast.tp: must be a whole number at least 1 and at most 64, got 0" in caught.value.message
-    with pytest.raises(ConfigError, match=r"pools\.fast\.gpus: unknown key; known here: pp, rank_resources, replicas, role, tp"):
+    with pytest.raises(
+        ConfigError, match=r"pools\.fast\.gpus: unknown key; known here: pp, rank_resources, replicas, role, tp"
+    ):
         parse("model: m\npools: {fast: {role: decode, gpus: 1}}")
 
 

@@ -1,0 +1,89 @@
+"""`headrace controller`: a controller on a Ray cluster that others run, as in Kubernetes."""
+
+import asyncio
+import os
+import pathlib
+from dataclasses import dataclass
+
+import click
+
+from cluster import keeper
+from cluster.commands.up import load
+from cluster.session import Session, SessionFolder
+from cluster.signals import Signals
+from headrace.config import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """Where clients of the cluster, and of this command's own session folder, find a router."""
+
+    http_url: str
+    grpc_address: str
+
+
+@click.command(name="controller")
+@click.argument("config", type=click.Path(path_type=pathlib.Path), default="headrace.yaml")
+@click.option("--redis-url", help="Instead of redis.url of the configuration.")
+@click.option("--ray-address", help="Instead of ray.address of the configuration.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where it answers over HTTP.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option("--router-http-url", default="http://127.0.0.1:8000", show_default=True, help="For `headrace why`.")
+@click.option("--router-grpc-address", default="127.0.0.1:50051", show_default=True, help="For `headrace chat`.")
+def command(
+    config: pathlib.Path,
+    redis_url: str | None,
+    ray_address: str | None,
+    host: str,
+    http_port: int,
+    router_http_url: str,
+    router_grpc_address: str,
+) -> None:
+    """Keep the controller of the cluster that CONFIG describes on its Ray cluster, until SIGTERM.
+
+    What CONFIG says of pools becomes what is desired. Workers, routers and Redis are started and ended by others, and
+    serve on when this ends. Beside it, `headrace status`, `why`, `chat` and `generate` find the cluster. HTTP: /health,
+    /ready (a controller leads), /metrics (sizes of pools), /targets (where workers' metrics are, for Prometheus' HTTP
+    service discovery).
+    """
+    asyncio.run(
+        _serve(
+            _given(load(config), redis_url, ray_address),
+            config,
+            host,
+            http_port,
+            Routers(router_http_url, router_grpc_address),
+        )
+    )
+
+
+def _given(config: ClusterConfig, redis_url: str | None, ray_address: str | None) -> ClusterConfig:
+    redis = config.redis.model_copy(update={"url": redis_url or config.redis.url})
+    ray = config.ray.model_copy(update={"address": ray_address or config.ray.address})
+    return config.model_copy(update={"redis": redis, "ray": ray})
+
+
+async def _serve(config: ClusterConfig, path: pathlib.Path, host: str, port: int, routers: Routers) -> None:
+    signals = Signals(lambda step: None)
+    folder = SessionFolder(config.name)
+    with folder.owned():
+        folder.write(
+            Session(
+                cluster=config.name,
+                pid=os.getpid(),
+                config_path=str(path),
+                model_name=config.model_name,
+                http_url=routers.http_url,
+                grpc_address=routers.grpc_address,
+                redis_url=config.redis.url or "",
+                ray_address=config.ray.address or "",
+                ready=True,
+            )
+        )
+        try:
+            await keeper.keep(config, host, port, connected=signals.install)
+        except asyncio.CancelledError:
+            if signals.received is None:
+                raise
+        finally:
+            folder.clear()

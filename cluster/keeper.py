@@ -1,0 +1,165 @@
+"""Keeps a controller on a Ray cluster that somebody else runs (`headrace controller`), and answers for it over HTTP.
+
+The controller itself is an actor (control_actor), which Ray restarts. The keeper puts it there with the configuration of
+today, notices when the Ray cluster is gone, and ends: whoever runs the keeper starts it again. It ends no worker, and no
+controller: with it gone, the cluster serves on.
+"""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from cluster import ray_session
+from cluster.launch import in_thread
+from cluster.reconcile import Phase
+from cluster.state import ControlState, ObservedState, configured
+from headrace import metrics
+from headrace.config import ClusterConfig
+from headrace.errors import ConfigError, Unavailable
+from headrace.store import StoreUnavailable, connect
+
+BUDGET_SECONDS = 2.0
+LOOK_SECONDS = 5.0
+
+
+async def keep(config: ClusterConfig, host: str, port: int, connected: Callable[[], None] = lambda: None) -> None:
+    """Never returns. ConfigError when the configuration names no Redis or no Ray cluster, or the port is taken;
+    Unavailable when Redis or Ray does not answer, at the start or later. `connected` is called when Ray is there."""
+    url, address = config.redis.url, config.ray.address
+    if url is None or address is None:
+        key = "redis.url" if url is None else "ray.address"
+        raise ConfigError(f"{key} must be given: a controller that runs alone starts neither Redis nor Ray", key=key)
+    async with control_state(config.name, url) as state, serving(Answers(state), host, port):
+        try:
+            await state.write_desired(configured(config, trusted=True))
+        except StoreUnavailable as error:
+            raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
+        await in_thread(ray_session.connect, address, config.name)
+        try:
+            connected()
+            await in_thread(ray_session.replace_controller, config, url)
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                await in_thread(ray_session.check_controller, config.name)
+        finally:
+            await in_thread(ray_session.stop)
+
+
+class Answers:
+    """What an orchestrator and a Prometheus ask. Owns nothing; all is read from `observed` when it is asked for."""
+
+    def __init__(self, state: ControlState) -> None:
+        self._state = state
+
+    def app(self) -> Starlette:
+        paths = {"/health": self.health, "/ready": self.ready, "/targets": self.targets, "/metrics": self.metrics}
+        return Starlette(routes=[Route(path, answer) for path, answer in paths.items()])
+
+    async def health(self, request: Request) -> Response:
+        """This process answers."""
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, request: Request) -> Response:
+        """200 while a controller holds the lease, else 503 with the reason."""
+        try:
+            why = "" if await self._state.has_leader() else "no controller leads"
+        except StoreUnavailable as error:
+            why = error.message
+        return PlainTextResponse(f"{why or 'ready'}\n", 503 if why else 200)
+
+    async def targets(self, request: Request) -> Response:
+        """Where the workers' metrics are, as Prometheus' HTTP service discovery reads it: ports are drawn by workers, and
+        a role may change. While Redis is away an error, which Prometheus answers by keeping the targets that it has."""
+        try:
+            observed = await self._state.observed()
+        except StoreUnavailable as error:
+            return PlainTextResponse(f"{error.message}\n", 503)
+        return JSONResponse(scrape_targets(observed or ObservedState("")))
+
+    async def metrics(self, request: Request) -> Response:
+        try:
+            observed = await self._state.observed()
+        except StoreUnavailable as error:
+            return PlainTextResponse(f"{error.message}\n", 503)
+        registry = CollectorRegistry()
+        registry.register(Sizes(observed or ObservedState("")))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def scrape_targets(observed: ObservedState) -> list[dict[str, object]]:
+    """One group a worker that serves metrics, labelled with what it is now."""
+    return [
+        {
+            "targets": [worker.metrics_address],
+            "labels": {"worker": worker.worker_id, "pool": worker.pool, "role": worker.role},
+        }
+        for worker in observed.workers
+        if worker.metrics_address
+    ]
+
+
+class Sizes(Collector):
+    """How many workers each pool should have, and has in which phase; 0 is said too."""
+
+    def __init__(self, observed: ObservedState) -> None:
+        self._observed = observed
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        desired = dict(self._observed.desired or {})
+        seen = Counter((worker.pool, worker.phase) for worker in self._observed.workers)
+        wanted = GaugeMetricFamily(metrics.POOL_DESIRED, "Workers that a pool should have.", labels=["pool"])
+        exist = GaugeMetricFamily(metrics.POOL_WORKERS, "Workers that a pool has.", labels=["pool", "phase"])
+        for pool, number in desired.items():
+            wanted.add_metric([pool], number)
+        for pool in sorted(desired.keys() | {pool for pool, _ in seen}):
+            for phase in Phase:
+                exist.add_metric([pool, phase.value], seen[pool, phase.value])
+        yield from (wanted, exist)
+
+
+@asynccontextmanager
+async def control_state(cluster: str, url: str) -> AsyncIterator[ControlState]:
+    store = connect(url, BUDGET_SECONDS)
+    try:
+        yield ControlState(store, cluster)
+    finally:
+        await store.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to the process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(answers: Answers, host: str, port: int) -> AsyncIterator[int]:
+    """Answers at the port that it yields; 0 takes any free one. ConfigError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = f"--http-port: cannot listen on {host}:{port}: {error.strerror}"
+        raise ConfigError(why, key="--http-port", value=port) from error
+    config = uvicorn.Config(answers.app(), ws="none", lifespan="off", log_config=None, access_log=False)
+    server = _Server(config)
+    running = asyncio.create_task(server.serve([listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await running
+        listener.close()

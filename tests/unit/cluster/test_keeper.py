@@ -1,0 +1,88 @@
+"""What a controller's keeper answers, over HTTP, from what is in a real Redis."""
+
+import socket
+import uuid
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from cluster.keeper import Answers, keep, serving
+from cluster.state import ControlState, ObservedState, WorkerRecord
+from headrace import metrics
+from headrace.config import ClusterConfig, PoolConfig, RayConfig, RedisConfig
+from headrace.errors import ConfigError, Unavailable
+from headrace.store import connect
+
+HOST = "127.0.0.1"
+POOLS = {"decode": PoolConfig(role="decode", replicas=2)}
+READY = WorkerRecord("decode-0", "decode", 1, "decode", "tp1·pp1", "ready", 1.0, "10.0.0.1:7", "10.0.0.1:8")
+STARTING = WorkerRecord("decode-1", "decode", 1, "decode", "tp1·pp1", "starting", 1.0)
+
+
+@pytest.fixture
+async def state(redis_url: str) -> AsyncIterator[ControlState]:
+    store = connect(redis_url, 2.0)
+    yield ControlState(store, f"c{uuid.uuid4().hex[:8]}")
+    await store.close()
+
+
+@pytest.fixture
+async def client(state: ControlState) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving(Answers(state), HOST, 0) as port,
+        httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as client,
+    ):
+        yield client
+
+
+async def test_it_is_ready_while_a_controller_leads(state: ControlState, client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).status_code == 200
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.text) == (503, "no controller leads\n")
+    await state.lead("token")
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_case_56_workers_that_measure_are_targets_with_the_role_that_they_have_now(
+    state: ControlState, client: httpx.AsyncClient
+) -> None:
+    assert (await client.get("/targets")).json() == []
+    await state.write_observed(ObservedState("token", (READY, STARTING), {"decode": 2}))
+    labels = {"worker": "decode-0", "pool": "decode", "role": "decode"}
+    assert (await client.get("/targets")).json() == [{"targets": ["10.0.0.1:8"], "labels": labels}]
+
+
+async def test_a_pool_that_lacks_a_worker_shows_it(state: ControlState, client: httpx.AsyncClient) -> None:
+    await state.write_observed(ObservedState("token", (READY,), {"decode": 2, "prefill": 1}))
+    lines = (await client.get("/metrics")).text.splitlines()
+    assert f'{metrics.POOL_DESIRED}{{pool="decode"}} 2.0' in lines
+    assert f'{metrics.POOL_WORKERS}{{phase="ready",pool="decode"}} 1.0' in lines
+    assert f'{metrics.POOL_WORKERS}{{phase="ready",pool="prefill"}} 0.0' in lines
+
+
+async def test_without_redis_it_answers_with_an_error_and_forgets_nothing() -> None:
+    store = connect("redis://127.0.0.1:1/0", 0.2)
+    try:
+        async with serving(Answers(ControlState(store, "c")), HOST, 0) as port, httpx.AsyncClient() as client:
+            for path in ("ready", "targets", "metrics"):
+                assert (await client.get(f"http://{HOST}:{port}/{path}")).status_code == 503
+    finally:
+        await store.close()
+
+
+@pytest.mark.parametrize(("redis", "ray", "key"), [(None, "ray://h:1", "redis.url"), ("redis://h:1", None, "ray.add")])
+async def test_it_starts_neither_redis_nor_ray(redis: str | None, ray: str | None, key: str) -> None:
+    config = ClusterConfig(model="m", pools=POOLS, redis=RedisConfig(url=redis), ray=RayConfig(address=ray))
+    with pytest.raises(ConfigError, match=f"{key}.* must be given"):
+        await keep(config, HOST, 0)
+
+
+async def test_a_redis_that_is_not_there_and_a_port_that_is_taken_end_it_before_anything_is_changed() -> None:
+    config = ClusterConfig(
+        model="m", pools=POOLS, redis=RedisConfig(url="redis://127.0.0.1:1/0"), ray=RayConfig(address="ray://h:1")
+    )
+    with pytest.raises(Unavailable, match=r"redis\.url: nothing serves there"):
+        await keep(config, HOST, 0)
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(ConfigError, match="--http-port: cannot listen"):
+        await keep(config, HOST, taken.getsockname()[1])
