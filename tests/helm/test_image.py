@@ -1,0 +1,31 @@
+"""The Dockerfile, as far as it can be read without building it."""
+
+import re
+import subprocess
+import tomllib
+
+from tests.conftest import ROOT
+from tests.helm.conftest import tool
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_hadolint_finds_nothing() -> None:
+    done = subprocess.run([tool("hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_all_that_the_wheel_is_made_of_is_copied_and_nothing_that_is_not_there() -> None:
+    copied = set(re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE))
+    sources = {word for line in copied for word in line.split()}
+    assert all((ROOT / source).exists() for source in sources)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {package.partition("/")[0] for package in packages} <= sources
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{source}" for source in sources} <= set(ignored)
+
+
+def test_it_runs_as_the_user_that_the_chart_names() -> None:
+    assert re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)[0] == "10001:10001"
+    assert "--uid 10001" in DOCKERFILE
