@@ -81,8 +81,7 @@ def random_ids(random: Random, num_blocks: int) -> bytes:
 
 def load(index: Index, worker: str, ids: bytes) -> None:
     stored = (Event(EventKind.STORED, ids),) if ids else ()
-    for _ in index.bootstrap(worker, Snapshot(1, 0, stored)):
-        pass
+    index.load(worker, Snapshot(1, 0, stored))
 
 
 def full_index(prompt: list[BlockId]) -> Index:

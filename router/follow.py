@@ -3,11 +3,15 @@
 One loop: leases every second, and between them one blocking read of all workers' event streams. While Redis is slow,
 frozen, flushed or away, the mirror stays as it is and serving goes on from it; what was missed meanwhile shows as a gap
 or as a snapshot that is ahead, and that worker alone is read again.
+
+A set is read in slices, so that neither Redis nor this loop is held up by a large one, while the worker changes it: what
+a slice missed or found too early is put right by the events that came since the first.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge
@@ -16,8 +20,8 @@ from redis.exceptions import RedisError, ResponseError
 from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Unavailable
-from headrace.keys import SNAPSHOT_META_FIELD, Keys, decode_batch, decode_meta, parse_snapshot
-from router.decisions.index import Followed, Index, Outdated, Overfull, Resync
+from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys, decode_batch, decode_meta, parse_stored
+from router.decisions.index import Followed, Index, Loading, Outdated, Overfull, Resync
 from router.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -25,6 +29,7 @@ T = TypeVar("T")
 
 SCAN_SECONDS = 1.0
 READ_COUNT = 256
+SLICE_BLOCKS = 4096
 TIER_ROOM = 16  # how many times the device's blocks a worker may hold, over all tiers
 FROM_THE_START = b"0-0"
 
@@ -65,6 +70,7 @@ class Follow:
         self._fixed = frozenset(fixed)
         self._scan_seconds = scan_seconds
         self._leased: dict[str, tuple[str, int]] = {}
+        self._met: dict[str, int] = {}  # generations, as their sessions said
         self._positions: dict[str, bytes] = {}
         self._behind: dict[str, tuple[int, int]] = {}
         self._read_again: set[str] = set()  # since the last scan
@@ -141,27 +147,39 @@ class Follow:
                     pass  # one whose events never agree with its set is read once a scan, not once a batch
 
     async def _resync(self, worker: str, reason: str) -> None:
-        """Reads the worker's snapshot, and where its stream stood then, in one transaction; follows from there."""
+        """Reads the worker's set, and where its stream stood when that began; follows from there."""
         _RESYNCS.labels(reason).inc()
-        fields, last = await self._store.call(lambda redis: self._snapshot(redis, worker))
-        try:
-            snapshot = parse_snapshot(fields)
-        except ValueError as error:
-            log.error("the snapshot of %s cannot be read: %s", worker, error)
-            snapshot = None
-        if snapshot is None:
-            self._positions.pop(worker, None)
+        self._positions.pop(worker, None)
+        meta, num_fields, since = await self._store.call(lambda redis: self._begin(redis, worker))
+        there = _position(worker, meta)
+        if there is None:
             return
-        for _ in self._index.bootstrap(worker, snapshot):
-            await asyncio.sleep(0)
-        self._positions[worker] = last[0][0] if last else FROM_THE_START
-        self._behind.pop(worker, None)
-        log.info("index of %s read again (%s): %d blocks", worker, reason, self._index.num_blocks(worker))
+        try:
+            with self._index.loading(worker, *there, num_blocks=num_fields - 1) as loading:
+                await self._read_slices(worker, loading)
+                batches, since, meta = await self._store.call(lambda redis: self._end(redis, worker, since))
+                settled = loading.settle(batches, _position(worker, meta))
+        except ValueError as error:
+            log.error("the set of %s cannot be read: %s", worker, error)
+            return
+        if settled:
+            self._positions[worker] = since
+            self._behind.pop(worker, None)
+        num_blocks = self._index.num_blocks(worker)
+        log.info("index of %s read again (%s)%s: %d blocks", worker, reason, "" if settled else ", in vain", num_blocks)
+
+    async def _read_slices(self, worker: str, loading: Loading) -> None:
+        key, cursor, at_end = self._keys.blocks(worker), 0, False
+        while loading.wanted and not at_end:
+            cursor, fields = await self._store.call(partial(_scan_blocks, key=key, cursor=cursor))
+            for found in parse_stored(fields):
+                loading.add(found)
+            at_end = not cursor
 
     def _is_behind(self, worker: str, there: tuple[int, int] | None) -> bool:
         """Whether the mirror missed something for good: events in flight are given a scan's time to arrive."""
-        if there is None:
-            return False
+        if there is None or there[0] != self._index.generation(worker):
+            return False  # what another generation left is no part of this one's cache
         here = self._index.position(worker)
         if here is None or worker not in self._positions:
             return True
@@ -182,14 +200,15 @@ class Follow:
                 self._index.drop(worker)
                 self._positions.pop(worker, None)
                 self._behind.pop(worker, None)
+                self._met.pop(worker, None)
                 _BLOCKS.remove(worker)
 
     def _heard_of(self, worker_id: str) -> None:
         """The session knows a new generation before Redis does."""
         session = self._sessions.find(worker_id)
-        if session is not None:
-            max_entries = TIER_ROOM * session.info.capacity.num_blocks
-            self._index.expect(worker_id, session.info.generation, max_entries)
+        if session is not None and self._met.get(worker_id) != session.info.generation:
+            self._met[worker_id] = session.info.generation
+            self._index.meet(worker_id, session.info.generation, TIER_ROOM * session.info.capacity.num_blocks)
 
     async def _lease_names(self, redis: Any) -> list[str]:
         return [name.decode() async for name in redis.scan_iter(match=self._keys.lease_pattern, count=1000)]
@@ -207,12 +226,28 @@ class Follow:
         replies = [None if isinstance(answer, ResponseError) else answer for answer in answers]
         return dict(zip(workers, zip(replies[::2], replies[1::2], strict=True), strict=True))
 
-    async def _snapshot(self, redis: Any, worker: str) -> tuple[dict[bytes, bytes], list[Any]]:
+    async def _begin(self, redis: Any, worker: str) -> tuple[bytes | None, int, bytes]:
+        """Where the worker's set stands and how large it is, and its stream's position then."""
         async with redis.pipeline(transaction=True) as pipe:
-            pipe.hgetall(self._keys.blocks(worker))
+            pipe.hget(self._keys.blocks(worker), SNAPSHOT_META_FIELD)
+            pipe.hlen(self._keys.blocks(worker))
             pipe.xrevrange(self._keys.events(worker), count=1)
-            fields, last = await pipe.execute()
-        return fields, last
+            meta, num_fields, last = await pipe.execute()
+        return meta, num_fields, last[0][0] if last else FROM_THE_START
+
+    async def _end(self, redis: Any, worker: str, since: bytes) -> tuple[list[EventBatch], bytes, bytes | None]:
+        """The batches after that position, the last one's position, and where the set stands with them."""
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.xrange(self._keys.events(worker), min=b"(" + since)
+            pipe.hget(self._keys.blocks(worker), SNAPSHOT_META_FIELD)
+            entries, meta = await pipe.execute()
+        batches = [decode_batch(raw) for _, fields in entries for raw in fields.values()]
+        return batches, entries[-1][0] if entries else since, meta
+
+
+async def _scan_blocks(redis: Any, *, key: str, cursor: int) -> tuple[int, dict[bytes, bytes]]:
+    cursor, fields = await redis.hscan(key, cursor, count=SLICE_BLOCKS)
+    return cursor, fields
 
 
 def _lease(worker: str, fields: dict[bytes, bytes] | None) -> tuple[str, int] | None:

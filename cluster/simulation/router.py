@@ -129,8 +129,7 @@ class VirtualRouter:
         self._views.heard(info.worker_id, session)
         # The first view of a worker fixes its place: a set of names has no order that lasts.
         self._hash_class = self._views.view().workers[0].hash_class
-        for _ in self.index.bootstrap(info.worker_id, Snapshot(info.generation, 0, ())):
-            pass
+        self.index.load(info.worker_id, Snapshot(info.generation, 0, ()))
 
     @property
     def num_in_flight(self) -> int:

@@ -233,6 +233,11 @@ def parse_snapshot(fields: dict[bytes, bytes]) -> Snapshot | None:
     if meta is None:
         return None
     generation, sequence = decode_meta(meta)
+    return Snapshot(generation, sequence, parse_stored(fields))
+
+
+def parse_stored(fields: dict[bytes, bytes]) -> tuple[Event, ...]:
+    """The blocks of a part of a `blocks` hash: at most one STORED event a tier. ValueError as parse_snapshot."""
     ids: dict[bytes, list[bytes]] = {}
     for key, tiers in fields.items():
         if len(key) == ID_BYTES and tiers:
@@ -245,5 +250,4 @@ def parse_snapshot(fields: dict[bytes, bytes]) -> Snapshot | None:
     for tiers, blocks in ids.items():
         for tier in tiers:
             by_tier.setdefault(Tier(tier), []).extend(blocks)
-    stored = tuple(Event(EventKind.STORED, b"".join(blocks), tier) for tier, blocks in by_tier.items())
-    return Snapshot(generation, sequence, stored)
+    return tuple(Event(EventKind.STORED, b"".join(blocks), tier) for tier, blocks in by_tier.items())

@@ -1,33 +1,23 @@
-"""The router's mirror of the prefix index: which worker holds which block, and in which tier (design 5.4). Pure.
-
-One map from block to holders, an int with a bit for every (worker, tier). A worker has a slot of TIER_BITS bits; what it
-forgets as a whole (a reset, a new generation, the end) costs a new slot, at once, and the old slot's bits are swept
-later, a shard at a time. Equal holders are one object, so that an entry costs its key and its place in the map.
-docs/routing.md has the sums.
+"""The router's mirror of the prefix index: how far each worker is followed, and what it holds (design 5.4). Pure.
 
 Compatibility classes need no maps of their own: the class is in the key of the hash, so ids of two classes never
-coincide, and a request is matched with the ids of each class it may run in. The map's keys are 60 bits of an id: what is
-taken for another block by that is a wrong guess of the router's, never a wrong answer, for workers compare whole ids.
+coincide, and a request is matched with the ids of each class it may run in.
 
 The mirror is a hint. A worker's part is trusted as far as it was followed without a gap; beyond that it says Resync,
 and that worker alone is read again.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.keys import Digest, EventBatch, EventKind, Snapshot, Tier, low_halves
+from headrace.keys import Event, EventBatch, EventKind, Snapshot, low_halves
 from router.decisions.chain import Chain, Match
+from router.decisions.holders import Holders, Part
 from router.decisions.overlay import Overlay
 
-BOOTSTRAP_SLICE_BLOCKS = 4096
-NUM_SHARDS = 1024  # a power of two
-SHARD_MASK = NUM_SHARDS - 1
 MAX_ENTRIES = 16_000_000
-MAX_SHARED = 65_536
-TIER_BITS = len(Tier)
-TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.8, Tier.DISK: 0.4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +27,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """The batch is of an older generation than the worker that is served now: nothing of it is credited."""
+    """The batch is of another generation than the worker that is served now: nothing of it is credited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +47,57 @@ Outcome = Followed | Outdated | Overfull | Resync
 
 
 class _Mirror:
-    """One worker's part. `slot` numbers its bits in the map; `digest` counts what they say."""
+    """One worker's part, and how far it was followed. `newest`: the newest generation that there was, which is over where
+    it is not the one that is served: clocks number generations, and a clock may be set back."""
 
-    __slots__ = ("digest", "flags", "full", "generation", "max_entries", "sequence", "slot", "synced")
+    __slots__ = ("full", "generation", "max_entries", "newest", "part", "sequence", "synced")
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.sequence = 0
+    def __init__(self, generation: int, part: Part, sequence: int = 0, max_entries: int = MAX_ENTRIES) -> None:
+        self.generation = self.newest = generation
+        self.part = part
+        self.sequence = sequence
+        self.max_entries = max_entries
         self.synced = False
         self.full = False
-        self.max_entries = MAX_ENTRIES
-        self.slot = -1
-        self.flags: tuple[int, ...] = ()
-        self.digest = Digest()
+
+
+class Loading:
+    """A worker's set on its way into the mirror, read a slice at a time while the worker goes on changing it. Until it is
+    settled, what is matched stays as it was. Made by Index.loading()."""
+
+    def __init__(self, index: "Index", worker: str, mirror: _Mirror, fresh: _Mirror | None) -> None:
+        self._index = index
+        self._worker = worker
+        self._mirror = mirror
+        self._fresh = fresh
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to read: not when the mirror is to hold nothing of it, or it changed otherwise."""
+        fresh, mirror = self._fresh, self._mirror
+        current = self._index._mirrors.get(self._worker) is mirror and not mirror.full
+        return fresh is not None and current and mirror.generation == fresh.generation
+
+    def add(self, found: Event) -> None:
+        """Blocks that the set held at some moment since the reading began; any may come twice."""
+        if self._fresh is not None and self.wanted:
+            self._index._load(self._worker, self._mirror, self._fresh, found)
+
+    def settle(self, batches: Sequence[EventBatch], position: tuple[int, int] | None) -> bool:
+        """The set is read to its end. `batches` are what changed it since the reading began, `position` is where it stands
+        after them. Whether the worker can be followed from there; if not, it is to be read again."""
+        if self._fresh is None or not self.wanted:
+            return self._index.position(self._worker) is not None
+        settled = self._index._settle(self._worker, self._mirror, self._fresh, batches, position)
+        if settled:
+            self._fresh = None
+        return settled
+
+    def close(self) -> None:
+        """Frees what was read, if it was not settled."""
+        if self._fresh is not None:
+            self._index._holders.retire(self._fresh.part)
+            self._fresh = None
 
 
 class Index:
@@ -79,50 +107,14 @@ class Index:
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self.overlay = Overlay()
         self._max_entries = max_entries
-        self._num_entries = 0
-        self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
-        self._shared: dict[int, int] = {}
+        self._holders = Holders()
         self._mirrors: dict[str, _Mirror] = {}
-        self._slots: dict[int, str | None] = {}
-        self._live = 0
-        self._dead = 0
-        self._tiered = False  # whether there ever was a block in a lower tier
 
     # -- reading
 
     def match(self, chain: Chain) -> Match:
         """Who holds how much of a prompt, which is hashed little further than any worker follows."""
-        depths: dict[str, int] = {}
-        discounts: dict[str, float] = {}
-        shards, slots, tiered = self._shards, self._slots, self._tiered
-        alive = self._live
-        lower = depth = 0
-        last: int | None = None
-        while alive and chain.reaches(depth):
-            for half in chain.halves[depth:]:
-                key = half >> 4
-                held = shards[key & SHARD_MASK].get(key, 0)
-                if held is not last:
-                    last = held
-                    still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
-                    if still != alive:
-                        gone = alive ^ still
-                        if not depth:
-                            pass
-                        elif gone & (gone - 1):
-                            self._note(depths, gone, depth)
-                        else:  # one worker alone, as most often
-                            depths[slots[gone.bit_length() // TIER_BITS]] = depth  # type: ignore[index]
-                        alive = still
-                        if not alive:
-                            break
-                    if tiered:
-                        lower = alive & ~held
-                if lower:
-                    self._discount(discounts, lower, held)
-                depth += 1
-        if depth:
-            self._note(depths, alive, depth)
+        depths, discounts = self._holders.match(chain)
         if not self.overlay.num_blocks:
             return Match(depths, discounts, depths)
         return Match(self._with_overlay(depths, chain), discounts, depths)
@@ -155,18 +147,23 @@ class Index:
         return extended
 
     def _holds(self, worker: str, half: int) -> bool:
-        mirror, key = self._mirrors.get(worker), half >> 4
-        return mirror is not None and bool(self._shards[key & SHARD_MASK].get(key, 0) & sum(mirror.flags))
+        mirror = self._mirrors.get(worker)
+        return mirror is not None and self._holders.holds(mirror.part, half)
 
     def position(self, worker: str) -> tuple[int, int] | None:
         """(generation, sequence) up to which the worker is followed; None while it must be read again."""
         mirror = self._mirrors.get(worker)
         return (mirror.generation, mirror.sequence) if mirror is not None and mirror.synced else None
 
+    def generation(self, worker: str) -> int | None:
+        """Of the worker that is served, as far as is known."""
+        mirror = self._mirrors.get(worker)
+        return mirror.generation if mirror is not None else None
+
     def num_blocks(self, worker: str) -> int:
         """Entries of the worker: a block counts in each tier that holds it."""
         mirror = self._mirrors.get(worker)
-        return mirror.digest.count if mirror is not None else 0
+        return mirror.part.digest.count if mirror is not None else 0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -180,84 +177,64 @@ class Index:
     @property
     def num_keys(self) -> int:
         """Size of the map, with what is still to be swept."""
-        return sum(map(len, self._shards))
-
-    def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
-        slots = self._slots
-        while bits:
-            slot = bits.bit_length() // TIER_BITS
-            depths[slots[slot]] = depth  # type: ignore[index]  # only live slots are matched
-            bits ^= 1 << slot * TIER_BITS
-
-    def _discount(self, discounts: dict[str, float], bits: int, held: int) -> None:
-        while bits:
-            lowest = bits & -bits
-            worker = self._slots[lowest.bit_length() // TIER_BITS]
-            assert worker is not None, "only live slots are matched"
-            tier = Tier.HOST if held & lowest << Tier.HOST else Tier.DISK
-            discounts[worker] = discounts.get(worker, 0.0) + 1.0 - TIER_CREDIT[tier]
-            bits ^= lowest
+        return self._holders.num_keys
 
     # -- following
 
-    def expect(self, worker: str, generation: int, max_entries: int | None = None) -> None:
-        """A worker of this generation is served now: what an older one held is forgotten, and never credited again.
-        `max_entries`: how many blocks it can hold at most."""
+    def expect(self, worker: str, generation: int) -> None:
+        """A worker of this generation is said to be served now: what an older one held is forgotten, and never credited
+        again."""
         mirror = self._mirrors.get(worker)
         if mirror is None:
-            mirror = self._mirrors[worker] = _Mirror(generation)
-            self._take_slot(worker, mirror)
-        elif mirror.generation < generation:
+            self._mirrors[worker] = _Mirror(generation, self._holders.begin(worker))
+        elif generation > mirror.newest:
             self._renew(worker, mirror, generation)
-        if max_entries is not None and mirror.generation == generation:
-            mirror.max_entries = max_entries
 
-    def bootstrap(self, worker: str, snapshot: Snapshot) -> Iterator[None]:
-        """Makes the worker's mirror equal to the snapshot. Until that is done it stays as it was.
-
-        To be advanced to its end before the worker's next batch; it yields every BOOTSTRAP_SLICE_BLOCKS, so that
-        whoever advances it may let others run. A snapshot of an older generation than expected changes nothing.
-        """
-        self.expect(worker, snapshot.generation)
+    def meet(self, worker: str, generation: int, max_entries: int) -> None:
+        """The worker itself says so, whatever its generation was before. It can hold so many blocks at most."""
+        self.expect(worker, generation)
         mirror = self._mirrors[worker]
-        if mirror.generation != snapshot.generation:
-            return
-        mirror.synced = False
-        if not self._may_hold(mirror, snapshot.num_blocks - mirror.digest.count):
-            self._give_up(worker, mirror)
-            mirror.sequence, mirror.synced = snapshot.sequence, True
-            return
-        fresh = _Mirror(snapshot.generation)
-        fresh.sequence, fresh.max_entries = snapshot.sequence, mirror.max_entries
-        self._take_slot(None, fresh)
-        loaded = False
+        if mirror.generation != generation:
+            self._renew(worker, mirror, generation)
+        mirror.max_entries = max_entries
+
+    @contextmanager
+    def loading(self, worker: str, generation: int, sequence: int, num_blocks: int) -> Iterator[Loading]:
+        """The worker's set is read: it stood at `sequence` when that began, and had `num_blocks` blocks. One of another
+        generation than is served changes nothing. Nothing of the worker is applied until it is over."""
+        self.expect(worker, generation)
+        mirror, fresh = self._mirrors[worker], None
+        if mirror.generation == generation:
+            mirror.synced = mirror.full = False
+            if self._may_hold(worker, mirror, num_blocks - mirror.part.digest.count):
+                fresh = _Mirror(generation, self._holders.begin(), sequence, mirror.max_entries)
+            else:
+                self._give_up(worker, mirror)
+                mirror.sequence, mirror.synced = sequence, True
+        loading = Loading(self, worker, mirror, fresh)
         try:
-            for event in snapshot.stored:
-                halves = low_halves(event.ids)
-                for start in range(0, len(halves), BOOTSTRAP_SLICE_BLOCKS):
-                    self._store(fresh, halves[start : start + BOOTSTRAP_SLICE_BLOCKS], event.tier)
-                    yield
-                    if self._mirrors.get(worker) is not mirror or mirror.generation != snapshot.generation:
-                        return
-            self._retire(mirror)
-            fresh.synced = loaded = True
-            self._mirrors[worker] = fresh
-            self._slots[fresh.slot] = worker
-            self._live |= 1 << fresh.slot * TIER_BITS
+            yield loading
         finally:
-            if not loaded:
-                self._retire(fresh)
+            loading.close()
+
+    def load(self, worker: str, snapshot: Snapshot) -> None:
+        """Makes the worker's mirror equal to the snapshot, at once."""
+        position = snapshot.generation, snapshot.sequence
+        with self.loading(worker, *position, snapshot.num_blocks) as loading:
+            for found in snapshot.stored:
+                loading.add(found)
+            loading.settle((), position)
 
     def apply(self, worker: str, batch: EventBatch) -> Outcome:
         """Follows one batch. Applying a batch twice changes nothing; one that does not continue the mirror says so."""
         mirror = self._mirrors.get(worker)
         if mirror is None:
             return Resync(worker, "unknown")
-        if batch.generation < mirror.generation:
-            return Outdated()
-        if batch.generation > mirror.generation:
+        if batch.generation > mirror.newest:
             self._renew(worker, mirror, batch.generation)
             return Resync(worker, "generation")
+        if batch.generation != mirror.generation:
+            return Outdated()
         if not mirror.synced:
             return Resync(worker, "unknown")
         if batch.sequence <= mirror.sequence:
@@ -265,23 +242,10 @@ class Index:
         if batch.sequence != mirror.sequence + 1:
             mirror.synced = False
             return Resync(worker, "gap")
-        mirror.sequence = batch.sequence
-        for event in batch.events:
-            match event.kind:
-                case EventKind.CLEARED:
-                    self._clear(worker, mirror)
-                case EventKind.STORED if not mirror.full:
-                    if not self._may_hold(mirror, event.num_blocks):
-                        self._give_up(worker, mirror)
-                    else:
-                        halves = low_halves(event.ids)
-                        self._store(mirror, halves, event.tier)
-                        self.overlay.confirm(worker, halves)
-                case EventKind.REMOVED if not mirror.full:
-                    self._remove(mirror, low_halves(event.ids), event.tier)
+        self._change(worker, mirror, batch)
         if mirror.full:
             return Overfull()
-        if mirror.digest != batch.digest:
+        if mirror.part.digest != batch.digest:
             mirror.synced = False
             return Resync(worker, "digest")
         return Followed()
@@ -291,76 +255,65 @@ class Index:
         mirror = self._mirrors.pop(worker, None)
         self.overlay.forget(worker)
         if mirror is not None:
-            self._retire(mirror)
+            self._holders.retire(mirror.part)
 
     def sweep(self) -> Iterator[None]:
-        """Frees what was forgotten as a whole; yields after every shard, so that whoever advances it may let others
-        run. Advanced to its end before the next one begins."""
-        dead = self._dead
-        if not dead:
-            return
-        for at, shard in enumerate(self._shards):
-            stale = [key for key, held in shard.items() if held & dead]
-            for key in stale:
-                left = shard[key] & ~dead
-                if left:
-                    shard[key] = self._share(left)
-                else:
-                    del shard[key]
-            if len(stale) > len(shard):
-                self._shards[at] = dict(shard)  # a dict does not shrink by itself
-            yield
-        self._dead &= ~dead
-        for slot in [slot for slot, worker in self._slots.items() if worker is None and dead >> slot * TIER_BITS & 1]:
-            del self._slots[slot]
+        """Frees what was forgotten as a whole, in slices. Advanced to its end before the next one begins."""
+        return self._holders.sweep()
 
-    # -- the map and the slots change here alone
+    # -- mirrors change here alone
 
-    def _store(self, mirror: _Mirror, halves: Sequence[int], tier: Tier) -> None:
-        flag, shards, share = mirror.flags[tier], self._shards, self._share
-        self._tiered = self._tiered or tier is not Tier.DEVICE
-        repeated = []
-        for half in halves:
-            key = half >> 4
-            shard = shards[key & SHARD_MASK]
-            held = shard.get(key)
-            if held is None:
-                shard[key] = flag
-            elif held & flag:
-                repeated.append(half)
-            else:
-                shard[key] = share(held | flag)
-        mirror.digest.add(halves, tier)
-        mirror.digest.remove(repeated, tier)
-        self._num_entries += len(halves) - len(repeated)
+    def _change(self, worker: str, mirror: _Mirror, batch: EventBatch) -> None:
+        mirror.sequence = batch.sequence
+        for event in batch.events:
+            match event.kind:
+                case EventKind.CLEARED:
+                    self._clear(worker, mirror)
+                case EventKind.STORED if not mirror.full:
+                    if not self._may_hold(worker, mirror, event.num_blocks):
+                        self._give_up(worker, mirror)
+                    else:
+                        halves = low_halves(event.ids)
+                        self._holders.store(mirror.part, halves, event.tier)
+                        self.overlay.confirm(worker, halves)
+                case EventKind.REMOVED if not mirror.full:
+                    self._holders.remove(mirror.part, low_halves(event.ids), event.tier)
 
-    def _remove(self, mirror: _Mirror, halves: Sequence[int], tier: Tier) -> None:
-        flag, shards, share = mirror.flags[tier], self._shards, self._share
-        absent = []
-        for half in halves:
-            key = half >> 4
-            shard = shards[key & SHARD_MASK]
-            held = shard.get(key, 0)
-            if held == flag:
-                del shard[key]
-            elif held & flag:
-                shard[key] = share(held ^ flag)
-            else:
-                absent.append(half)
-        mirror.digest.remove(halves, tier)
-        mirror.digest.add(absent, tier)
-        self._num_entries -= len(halves) - len(absent)
+    def _load(self, worker: str, mirror: _Mirror, fresh: _Mirror, found: Event) -> None:
+        if self._may_hold(worker, fresh, found.num_blocks):
+            self._holders.store(fresh.part, low_halves(found.ids), found.tier)
+        else:
+            self._give_up(worker, mirror)
+            mirror.sequence, mirror.synced = fresh.sequence, True
 
-    def _share(self, held: int) -> int:
-        """The one object for these holders. Forgetting which there are costs memory for a while, nothing else."""
-        if len(self._shared) >= MAX_SHARED:
-            self._shared.clear()
-        return self._shared.setdefault(held, held)
+    def _settle(
+        self,
+        worker: str,
+        mirror: _Mirror,
+        fresh: _Mirror,
+        batches: Sequence[EventBatch],
+        position: tuple[int, int] | None,
+    ) -> bool:
+        """What the slices missed, or hold too much of, a batch since then has: after all of them the set is exact."""
+        for batch in batches:
+            if (batch.generation, batch.sequence) != (fresh.generation, fresh.sequence + 1):
+                return False
+            self._change(worker, fresh, batch)
+        digest = batches[-1].digest if batches and not fresh.full else fresh.part.digest
+        if position != (fresh.generation, fresh.sequence) or fresh.part.digest != digest:
+            return False
+        self._holders.retire(mirror.part)
+        self._mirrors[worker] = fresh
+        self._holders.match_as(worker, fresh.part)
+        fresh.newest, fresh.synced = mirror.newest, True
+        return True
 
-    def _may_hold(self, mirror: _Mirror, num_more: int) -> bool:
-        return (
-            mirror.digest.count + num_more <= mirror.max_entries and self._num_entries + num_more <= self._max_entries
-        )
+    def _may_hold(self, worker: str, mirror: _Mirror, num_more: int) -> bool:
+        """What another mirror of the worker holds does not count: this one takes its place."""
+        current = self._mirrors.get(worker)
+        leaving = current.part.digest.count if current is not None and current is not mirror else 0
+        num_entries = self._holders.num_entries - leaving
+        return mirror.part.digest.count + num_more <= mirror.max_entries and num_entries + num_more <= self._max_entries
 
     def _give_up(self, worker: str, mirror: _Mirror) -> None:
         self._clear(worker, mirror)
@@ -369,31 +322,11 @@ class Index:
     def _renew(self, worker: str, mirror: _Mirror, generation: int) -> None:
         self._clear(worker, mirror)
         mirror.generation, mirror.sequence, mirror.synced = generation, 0, False
+        mirror.newest = max(mirror.newest, generation)
 
     def _clear(self, worker: str, mirror: _Mirror) -> None:
         mirror.full = False
         self.overlay.forget(worker)
-        if mirror.digest.count:
-            self._retire(mirror)
-            self._take_slot(worker, mirror)
-
-    def _take_slot(self, worker: str | None, mirror: _Mirror) -> None:
-        """Without a worker the slot is not matched yet."""
-        slot = next(slot for slot in range(len(self._slots) + 1) if slot not in self._slots)
-        self._slots[slot] = worker
-        first = slot * TIER_BITS
-        if worker is not None:
-            self._live |= 1 << first
-        mirror.slot = slot
-        mirror.flags = tuple(1 << first + tier for tier in Tier)
-        mirror.digest = Digest()
-
-    def _retire(self, mirror: _Mirror) -> None:
-        """What the mirror holds is not matched from now on; its bits are swept later."""
-        self._num_entries -= mirror.digest.count
-        self._live &= ~mirror.flags[Tier.DEVICE]
-        if mirror.digest.count:
-            self._slots[mirror.slot] = None
-            self._dead |= sum(mirror.flags)
-        else:
-            del self._slots[mirror.slot]
+        if mirror.part.digest.count:
+            self._holders.retire(mirror.part)
+            mirror.part = self._holders.begin(worker if self._mirrors.get(worker) is mirror else None)

@@ -34,6 +34,7 @@ class Publisher:
         self.address = address
         self.held: set[BlockId] = set()
         self.sequence = 0
+        self.entry_id = "*"
 
     async def lease(self) -> None:
         fields = {"address": self.address, "generation": str(self.generation), "worker_id": self.worker}
@@ -86,6 +87,6 @@ class Publisher:
                 pipe.delete(blocks)
             meta = encode_meta(self.generation, self.sequence)
             pipe.hset(blocks, SNAPSHOT_META_FIELD, meta)
-            pipe.xadd(self._keys.events(self.worker), {b"batch": encode_batch(batch)})
+            pipe.xadd(self._keys.events(self.worker), {b"batch": encode_batch(batch)}, id=self.entry_id)
             await pipe.execute()
         return batch

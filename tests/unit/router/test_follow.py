@@ -3,9 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import REGISTRY
@@ -17,16 +18,18 @@ from headrace import store as stores
 from headrace.clock import SystemClock
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, Keys, encode_batch, encode_meta
+from router import follow
 from router.decisions.chain import Chain
 from router.decisions.index import Index, Outcome
 from router.follow import Follow
 from router.sessions import Sessions
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.publisher import Publisher, block
-from tests.unit.router.stage import stage
+from tests.unit.router.stage import Stage, stage
 
 pytestmark = pytest.mark.redis
 KEYS = Keys("test")
+T = TypeVar("T")
 
 
 class Watched(Index):
@@ -322,3 +325,123 @@ async def test_a_worker_whose_digests_never_agree_is_read_once_a_scan_and_not_on
         await worker.store([20])
         await on.follow.scan()
         assert on.held("a") == {0, 1, 2, 20}
+
+
+class Interrupted:
+    """A store whose callers are interrupted: before the `at`th slice of a set is read, `meanwhile` happens."""
+
+    def __init__(self, store: stores.Store, at: int, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        self._store = store
+        self._at = at
+        self._meanwhile = meanwhile
+        self.num_slices = 0
+
+    async def call(self, operation: Callable[[Any], Awaitable[T]], *, wait_seconds: float = 0.0) -> T:
+        if getattr(operation, "func", None) is follow._scan_blocks:
+            self.num_slices += 1
+            if self.num_slices == self._at:
+                await self._meanwhile()
+        return await self._store.call(operation, wait_seconds=wait_seconds)
+
+
+@pytest.mark.parametrize("meanwhile", ["it changes", "it is cleared", "it is written anew", "its events are trimmed"])
+async def test_a_large_set_is_read_in_slices_while_it_changes(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(20_000))
+
+        async def change() -> None:
+            match meanwhile:
+                case "it changes":
+                    await worker.remove(range(0, 20_000, 2))
+                    await worker.store(range(30_000, 31_000))
+                case "it is cleared":
+                    await worker.clear()
+                    await worker.store([1])
+                case "it is written anew":
+                    await on.redis.delete(KEYS.events("a"))
+                    worker.held = {block(1), block(2)}
+                    worker.sequence += 1
+                    await worker.rewrite()
+                    await worker.store([3])
+                case "its events are trimmed":
+                    await worker.store([20_001])
+                    await worker.trim()
+                    await worker.store([20_002])
+
+        interrupted = Interrupted(on.follow._store, 3, change)
+        monkeypatch.setattr(on.follow, "_store", interrupted)
+        await on.follow.scan()
+        assert interrupted.num_slices >= 3
+        await on.follow.scan()
+        assert on.index.position("a") == (1, worker.sequence)
+        assert on.index.num_blocks("a") == len(worker.held)
+        assert on.held("a", 40) == {n for n in range(40) if block(n) in worker.held}
+        await worker.store([7])
+        await on.follow.read(1)
+        assert on.held("a", 40) == {n for n in range(40) if block(n) in worker.held}
+
+
+async def test_case_64_a_worker_restarted_with_its_clock_set_back_is_followed(redis_url: str) -> None:
+    """What its predecessor left in Redis, of a later generation, is never credited to it."""
+    first = NullWorker(worker_info("a", generation=1_000_000))
+    async with stage() as router, scene(redis_url, router.sessions) as on:
+        async with first:
+            old = Publisher(on.redis, KEYS, "a", 1_000_000, first.address)
+            await old.lease()
+            await old.store(range(3))
+            await on.follow.scan()
+            await router.until_live(first)
+            await on.follow.scan()
+            assert on.held("a") == {0, 1, 2}
+        again = NullWorker(worker_info("a", generation=700_000, address=first.address))
+        async with again:
+            await router.until(lambda: _generation(router, "a") == 700_000)
+            assert on.held("a") == set()
+            await on.follow.scan()
+            await on.follow.scan()
+            assert on.held("a") == set()
+            new = Publisher(on.redis, KEYS, "a", 700_000, again.address)
+            await on.redis.delete(KEYS.events("a"))
+            await new.lease()
+            await new.rewrite()
+            await new.store([8])
+            await on.follow.scan()
+            assert on.held("a") == {8}
+            await new.store([9])
+            await on.follow.read(1)
+            assert on.held("a") == {8, 9}
+
+
+def _generation(router: Stage, worker: str) -> int:
+    session = router.sessions.find(worker)
+    return session.info.generation if session is not None else 0
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+async def test_case_64_a_redis_whose_clock_is_minutes_off_after_a_failover_is_followed(
+    redis_url: str, minutes: int
+) -> None:
+    """The stream begins anew with numbers that are earlier, or much later, than the ones that were read last."""
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(3))
+        await on.follow.scan()
+        seconds, _ = await on.redis.time()
+        await on.redis.flushall()
+        worker.held.add(block(6))
+        worker.sequence += 1
+        await worker.lease()
+        await worker.rewrite()
+        worker.entry_id = f"{(seconds + 60 * minutes) * 1000}-*"
+        await worker.store([5])
+        await on.follow.scan()
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 5, 6}
+        await worker.store([7])
+        await on.follow.read(1)
+        assert on.held("a") == {0, 1, 2, 5, 6, 7}

@@ -393,8 +393,7 @@ def promise(on: Stage, worker: NullWorker, tokens: Sequence[int]) -> None:
     same = worker.info.compatibility
     hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
     held = Event.of(EventKind.STORED, hasher.chain(tokens))
-    for _ in on.index.bootstrap(worker.info.worker_id, Snapshot(1, 1, (held,) if held.num_blocks else ())):
-        pass
+    on.index.load(worker.info.worker_id, Snapshot(1, 1, (held,) if held.num_blocks else ()))
 
 
 def metric(name: str, **labels: str) -> float:

@@ -33,8 +33,7 @@ def followed(*workers: WorkerView, hold: list[BlockId] | None = None) -> Index:
     index = Index()
     for view in workers:
         stored = (Event.of(EventKind.STORED, hold),) if hold else ()
-        for _ in index.bootstrap(view.worker_id, Snapshot(1, 0, stored)):
-            pass
+        index.load(view.worker_id, Snapshot(1, 0, stored))
     return index
 
 
@@ -140,8 +139,7 @@ def test_each_hash_class_is_hashed_by_itself() -> None:
     small, large, other = worker("small"), worker("large", block_size=32), worker("other", revision="r2")  # type: ignore[arg-type]
     index = Index()
     for view in (small, large, other):
-        for _ in index.bootstrap(view.worker_id, Snapshot(1, 0, (Event.of(EventKind.STORED, ids(view)[:3]),))):
-            pass
+        index.load(view.worker_id, Snapshot(1, 0, (Event.of(EventKind.STORED, ids(view)[:3]),)))
     found = Caches(index).predict(TOKENS, "", View((small, large, other)), 0.0)
     assert found.cached_tokens == {"small": 12, "large": 96, "other": 12}
 

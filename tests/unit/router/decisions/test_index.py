@@ -1,10 +1,15 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.blocks import BlockId
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
 from router.decisions.chain import SLICE_BLOCKS, Chain
-from router.decisions.index import TIER_CREDIT, Followed, Index, Outdated, Overfull, Resync
+from router.decisions.holders import TIER_CREDIT
+from router.decisions.index import Followed, Index, Loading, Outdated, Overfull, Resync
 
 
 def block(number: int) -> BlockId:
@@ -50,8 +55,7 @@ def removed(*numbers: int, tier: Tier = Tier.DEVICE) -> Event:
 
 
 def read(index: Index, worker: str, snapshot: Snapshot) -> None:
-    for _ in index.bootstrap(worker, snapshot):
-        pass
+    index.load(worker, snapshot)
 
 
 def sweep(index: Index) -> None:
@@ -154,6 +158,27 @@ def test_expecting_a_generation_forgets_an_older_ones_blocks_only() -> None:
     assert index.num_keys == 0
 
 
+def test_case_64_a_worker_restarted_with_its_clock_set_back_begins_anew_and_is_followed() -> None:
+    """Its generation is lower than its predecessor's, of which keys and events may still come."""
+    old = Truth(generation=1000)
+    old.batch(stored(1, 2))
+    index = synced("a", old)
+    index.meet("a", 700, max_entries=100)
+    assert held(index, "a") == set()
+    index.expect("a", 1000)
+    read(index, "a", old.snapshot())
+    assert index.apply("a", old.batch(stored(3))) == Outdated()
+    assert (held(index, "a"), index.position("a")) == (set(), None)
+    new = Truth(generation=700)
+    new.batch(stored(5))
+    read(index, "a", new.snapshot())
+    assert index.apply("a", new.batch(stored(6))) == Followed()
+    assert held(index, "a") == {block(5), block(6)}
+    newest = Truth(generation=1001)
+    assert index.apply("a", newest.batch(stored(7))) == Resync("a", "generation")
+    assert held(index, "a") == set()
+
+
 def test_case_30_cleared_empties_all_tiers() -> None:
     truth = Truth()
     index = synced("a", truth)
@@ -177,20 +202,95 @@ def test_a_block_in_a_lower_tier_is_worth_less_and_one_in_two_tiers_counts_where
     }
 
 
-def test_a_worker_is_matched_as_before_until_its_snapshot_is_read_to_the_end() -> None:
+@contextmanager
+def loading(index: Index, worker: str, truth: Truth) -> Iterator[Loading]:
+    with index.loading(worker, truth.generation, truth.sequence, len(truth.held)) as opened:
+        yield opened
+
+
+def test_a_worker_is_matched_as_before_until_its_set_is_read_to_the_end() -> None:
     truth = Truth()
     truth.batch(stored(1))
     index = synced("a", truth)
-    truth.batch(removed(1), stored(*range(2, 10_000)))
-    reading = index.bootstrap("a", truth.snapshot())
-    next(reading)
-    assert held(index, "a") == {block(1)}
-    index.expect("a", 2)
-    assert list(reading) == []
+    truth.batch(removed(1), stored(*range(2, 20)))
+    with loading(index, "a", truth) as reading:
+        reading.add(stored(*range(2, 10)))
+        assert held(index, "a") == {block(1)}
+        assert index.position("a") is None
+        index.expect("a", 2)
+        assert not reading.wanted
+        reading.add(stored(*range(10, 20)))
+        assert not reading.settle((), (1, truth.sequence))
     assert held(index, "a") == set()
     assert index.position("a") is None
     sweep(index)
     assert index.num_keys == 0
+
+
+def test_a_set_that_changes_while_it_is_read_is_exact_in_the_end() -> None:
+    """A slice may hold what was not there when the reading began, and lack what was removed since."""
+    truth = Truth()
+    truth.batch(stored(1, 2, 3))
+    index = Index()
+    with loading(index, "a", truth) as reading:
+        reading.add(stored(1, 2))
+        batches = [truth.batch(removed(2), stored(4)), truth.batch(removed(3), stored(5))]
+        reading.add(stored(4, 5, 1))
+        assert reading.settle(batches, (1, truth.sequence))
+    assert held(index, "a") == {block(1), block(4), block(5)}
+    assert index.apply("a", truth.batch(stored(6))) == Followed()
+
+
+def test_a_set_that_was_cleared_while_it_was_read_holds_what_came_after() -> None:
+    truth = Truth()
+    truth.batch(stored(1, 2))
+    index = Index()
+    with loading(index, "a", truth) as reading:
+        reading.add(stored(1, 2))
+        batches = [truth.batch(Event(EventKind.CLEARED), stored(7))]
+        assert reading.settle(batches, (1, truth.sequence))
+        assert held(index, "a") == {block(7)}
+    sweep(index)
+    assert index.num_keys == 1
+
+
+@pytest.mark.parametrize(
+    "fault", ["a batch is missing", "it was written anew", "the digest differs", "it is elsewhere"]
+)
+def test_a_set_that_does_not_follow_from_what_was_read_is_read_again(fault: str) -> None:
+    truth = Truth()
+    truth.batch(stored(1, 2))
+    index = synced("a", truth)
+    with loading(index, "a", truth) as reading:
+        if fault == "a batch is missing":
+            truth.batch(stored(3))
+        if fault == "the digest differs":
+            truth.held.add((block(9), Tier.DEVICE))
+        batches = [truth.batch(stored(4))]
+        if fault == "it was written anew":
+            truth = Truth(generation=2)
+            batches = [truth.batch(stored(4))]
+        reading.add(stored(1, 2))
+        where = (1, 7) if fault == "it is elsewhere" else (truth.generation, truth.sequence)
+        assert not reading.settle(batches, where)
+    assert index.position("a") is None
+    assert held(index, "a") == {block(1), block(2)}
+    sweep(index)
+    assert index.num_keys == 2
+    read(index, "a", truth.snapshot())
+    assert index.position("a") == (truth.generation, truth.sequence)
+
+
+def test_case_38_a_set_that_outgrows_the_worker_while_it_is_read_is_mirrored_no_more() -> None:
+    index, truth = Index(), Truth()
+    index.meet("a", 1, max_entries=3)
+    truth.batch(stored(1))
+    with loading(index, "a", truth) as reading:
+        reading.add(stored(1, 2))
+        reading.add(stored(3, 4))
+        assert not reading.wanted
+    assert (index.num_blocks("a"), index.position("a")) == (0, (1, 1))
+    assert index.apply("a", truth.batch(stored(5))) == Overfull()
 
 
 def test_a_slot_is_taken_again_only_when_it_is_swept() -> None:
@@ -216,7 +316,7 @@ def test_a_slot_is_taken_again_only_when_it_is_swept() -> None:
 def test_case_38_a_worker_that_claims_more_than_it_can_hold_is_mirrored_no_more_until_it_begins_anew() -> None:
     index = Index()
     truth = Truth()
-    index.expect("a", 1, max_entries=10)
+    index.meet("a", 1, max_entries=10)
     read(index, "a", truth.snapshot())
     assert index.apply("a", truth.batch(stored(*range(10)))) == Followed()
     assert index.apply("a", truth.batch(stored(11))) == Overfull()
@@ -284,14 +384,17 @@ def test_dropping_a_worker_leaves_the_others_and_frees_its_place() -> None:
 
 def test_a_worker_dropped_while_it_is_read_stays_dropped() -> None:
     truth = Truth()
-    truth.batch(stored(*range(10_000)))
+    truth.batch(stored(*range(20)))
     index = Index()
-    reading = index.bootstrap("a", truth.snapshot())
-    next(reading)
-    index.drop("a")
-    assert list(reading) == []
+    with loading(index, "a", truth) as reading:
+        reading.add(stored(*range(10)))
+        index.drop("a")
+        reading.add(stored(*range(10, 20)))
+        assert not reading.settle((), (1, truth.sequence))
     assert index.workers == ()
     assert index.match(Chain([block(0)])).depths == {}
+    sweep(index)
+    assert index.num_keys == 0
 
 
 def test_an_empty_index_holds_no_memory_of_blocks() -> None:
