@@ -35,6 +35,7 @@ from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.validate import JobMaker
 from router.flight import Job
+from router.keyring import Keyring, load_keyring
 from router.text.detokenize import TextStream
 from router.text.served import Models, load_models
 
@@ -53,6 +54,7 @@ async def serve(
 ) -> None:
     """Runs one router until it is told to stop; `serving` gets its one line. HeadraceError when it cannot start."""
     models = load_models(config)
+    keyring = load_keyring(config)
     signals = _signals()
     http_socket = _bind(config.router.host, config.router.http_port)
     grpc, grpc_port = open_server(config.router.host, config.router.grpc_port, config.limits.max_body_bytes)
@@ -75,7 +77,7 @@ async def serve(
                 note_decision=note_decision,
             )
         )
-        edge = make_edge(config, models, core)
+        edge = make_edge(config, models, core, keyring)
         loop = asyncio.get_running_loop()
         _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
@@ -95,15 +97,16 @@ async def serve(
             watching.cancel()
 
 
-def make_edge(config: ClusterConfig, models: Models, core: Core) -> Edge:
+def make_edge(config: ClusterConfig, models: Models, core: Core, keyring: Keyring) -> Edge:
     return Edge(
         models,
-        JobMaker(config.limits, lambda: secrets.randbits(64), lambda: reach(core)),
-        core.requests,
+        JobMaker(config.limits, lambda: secrets.randbits(64), lambda: reach(core), core.tenancy),
+        core.answers,
         SystemClock(),
         unready=lambda: unready(core),
         draw_id=lambda: secrets.token_hex(8),
-        api_keys=config.router.api_keys,
+        keyring=keyring,
+        tenancy=core.tenancy,
     )
 
 

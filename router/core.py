@@ -11,17 +11,26 @@ from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
 from router.decision_log import Note
+from router.decisions.admission import Admission, Rules
 from router.decisions.index import Index
+from router.decisions.quotas import QuotaRules, Quotas
+from router.decisions.tenants import Tenancy
 from router.flight import Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
+from router.quota_leases import QuotaLeases
 from router.requests import Requests
 from router.sessions import Sessions
+from router.shared_answers import SharedAnswers
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
+    """`answers` is what edges ask: the requests, and what needs no request of its own."""
+
     requests: Requests
+    answers: SharedAnswers
+    tenancy: Tenancy
     sessions: Sessions
     index: Index
 
@@ -50,6 +59,9 @@ async def running_core(
         silent_seconds=config.router.silent_seconds,
         refuse=refuse,
     )
+    tenancy = Tenancy.of(config)
+    quotas = _quotas(config, tenancy, shared=store is not None, now=clock.now())
+    admission = Admission(_rules(config), tenancy, quotas)
     requests = Requests(
         router_id=router_id,
         sessions=sessions,
@@ -58,7 +70,7 @@ async def running_core(
         pacer=Pacer(config.router.coalesce_seconds, asyncio.get_running_loop()),
         clock=clock,
         randomness=randomness or random.Random(),
-        max_queue=config.limits.max_queue,
+        admission=admission,
         request_seconds=config.limits.request_seconds,
         local_prefill_max_tokens=config.handoff.local_prefill_max_tokens,
         note_decision=note_decision,
@@ -70,8 +82,41 @@ async def running_core(
         else:
             follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers)
             tasks.append(group.create_task(follow.run(), name="follow"))
+            if quotas.tenants:
+                leases = QuotaLeases(
+                    store,
+                    Keys(config.name),
+                    router_id,
+                    quotas,
+                    clock,
+                    lease_seconds=config.admission.quota_lease_seconds,
+                    sync_seconds=config.admission.quota_sync_seconds,
+                )
+                await leases.sync()
+                tasks.append(group.create_task(leases.run(), name="quotas"))
+        answers = SharedAnswers(
+            requests,
+            tenancy,
+            clock,
+            group,
+            cache_bytes=config.admission.result_cache_bytes,
+            cache_seconds=config.admission.result_cache_seconds,
+        )
         try:
-            yield Core(requests, sessions, index)
+            yield Core(requests, answers, tenancy, sessions, index)
         finally:
+            answers.close()
             for task in tasks:
                 task.cancel()
+
+
+def _rules(config: ClusterConfig) -> Rules:
+    its = config.admission
+    return Rules(config.limits.max_queue, its.prefill_backlog_seconds, its.max_bypass_seconds)
+
+
+def _quotas(config: ClusterConfig, tenancy: Tenancy, *, shared: bool, now: float) -> Quotas:
+    """Without a store this router is taken to be the only one."""
+    its = config.admission
+    rules = QuotaRules(shared, its.quota_lease_seconds, its.quota_burst_seconds, its.unleased_fraction)
+    return Quotas(tenancy.tenants.values(), rules, now)

@@ -16,9 +16,11 @@ from headrace.values import (
     TokenLogprobs,
     Usage,
 )
+from router.decisions.admission import Entrant
 from router.decisions.caches import Prediction
 from router.decisions.placement import Decided, Placed, Why
 from router.decisions.retry import Progress
+from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS, NO_TARGETS, Targets
 
 STATES = ("queued", "prefill", "decode")
 
@@ -28,7 +30,8 @@ class Job:
     """A validated request as an edge hands it over. `sampling.seed` is drawn already; sample i differs by its index.
 
     `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit. `continues`: the
-    answer goes on from the prompt's own text, so that its first space belongs to it.
+    answer goes on from the prompt's own text, so that its first space belongs to it. `cache_salt` holds the tenant's domain
+    already. `repeatable`: asked again, it may be answered with the same tokens (greedy, or with the client's own seed).
     """
 
     request_id: str
@@ -42,6 +45,10 @@ class Job:
     seconds_left: float | None = None
     traceparent: str = ""
     continues: bool = False
+    tenant: str = DEFAULT_TENANT
+    service_class: str = NO_CLASS
+    targets: Targets = NO_TARGETS
+    repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,8 @@ class Explanation:
     seconds: float
     ttft_seconds: float | None
     tpot_seconds: float | None
+    tenant: str = DEFAULT_TENANT
+    service_class: str = NO_CLASS
 
 
 class Explanations:
@@ -151,6 +160,15 @@ class Flight:
         self.key = key
         self.began = now
         self.deadline = now
+        self.entrant = Entrant(
+            key.request_id,
+            len(job.prompt_token_ids),
+            job.sampling.max_tokens,
+            job.n,
+            job.tenant,
+            job.priority,
+            job.targets,
+        )
         self.queue_seconds = 0.0
         self.placed: Placed | None = None
         self.prediction: Prediction | None = None
@@ -230,6 +248,8 @@ class Flight:
             now - self.began,
             self.first_token_at - self.began if self.first_token_at is not None else None,
             self.tpot_seconds(now),
+            self.job.tenant,
+            self.job.service_class,
         )
 
     def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:

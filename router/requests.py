@@ -4,18 +4,18 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
-from prometheus_client import Counter, Gauge, Histogram
-
-from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
+from router import measures
 from router.decision_log import Note
-from router.decisions.admission import Admission, Admitted, Queued, Shed
-from router.decisions.caches import Caches
+from router.decisions.admission import Admission, Entrant
+from router.decisions.caches import Caches, Prediction
 from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
@@ -23,9 +23,10 @@ from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.record import Decision
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.decisions.view import View, Views
-from router.flight import STATES, Explanation, Explanations, Flight, Job, Piece, RequestTimeline, TextStream
+from router.flight import Explanation, Explanations, Flight, Job, Piece, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
+from router.turns import Turns
 
 __all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
 
@@ -34,26 +35,9 @@ log = logging.getLogger(__name__)
 NUM_EXPLANATIONS = 512
 COUNT_EVERY_TOKENS = 64
 
-_REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["model", "outcome"])
-_READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
-_IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["state"])
-_SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
-_PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
-_FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
-_QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.")
-_TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.")
-_TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
-_E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
-_PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
-_INDEX_FALLBACKS = Counter(metrics.INDEX_FALLBACKS, "Placements that passed over the index for a worker.", ["reason"])
-_ERROR = Gauge(
-    metrics.INDEX_ERROR, "Tokens that the mirror promised and the worker did not have, of those promised.", ["worker"]
-)
-_ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
-
 
 class Requests:
-    """Admission, placement, submission, relay, retry. One per router; owns its ledger, queue and explanations.
+    """Admission, placement, submission, relay, retry. One per router; owns its ledger, turns and explanations.
 
     `open_text(job)` opens the text of one sample. What is decided is decided in admission, placement, retry and health;
     here it is carried out.
@@ -69,7 +53,7 @@ class Requests:
         pacer: Pacer,
         clock: Clock,
         randomness: random.Random,
-        max_queue: int,
+        admission: Admission,
         request_seconds: float,
         local_prefill_max_tokens: int,
         note_decision: Note = lambda key, decision: None,
@@ -84,20 +68,16 @@ class Requests:
         self._request_seconds = request_seconds
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._note_decision = note_decision
-        self._admission = Admission(max_queue)
         self._ledger = Ledger()
         self._health = Health()
         self._views = Views(self._ledger, self._health)
+        self._turns = Turns(admission, self._views.view, clock)
         self._flights: set[Flight] = set()
-        self._turns: dict[str, asyncio.Future[None]] = {}
         self._explanations = Explanations(NUM_EXPLANATIONS)
         self._generations: dict[str, int] = {}
         self._next_number = 0
         sessions.listen(self._heard_of)
-        for role in Role:
-            _READY.labels(role.value).set_function(partial(self._num_ready, role))
-        for state in STATES:
-            _IN_FLIGHT.labels(state).set_function(partial(self._num_in, state))
+        measures.watch(self._num_ready, self._num_in)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
@@ -129,13 +109,21 @@ class Requests:
         """The workers as they are believed to be now."""
         return self._views.view()
 
+    @contextmanager
+    def sharing(self, job: Job) -> Iterator[None]:
+        """For a job that is answered from another one's tokens: its tenant's quotas count the request alone. Raises the
+        error of a refusal."""
+        self._next_number += 1
+        with self._turns.shared(Entrant(f"{self._router_id}:{self._next_number:x}", tenant=job.tenant)):
+            yield
+
     @property
     def num_in_flight(self) -> int:
         return len(self._ledger)
 
     @property
     def num_queued(self) -> int:
-        return len(self._admission)
+        return len(self._turns)
 
     def _num_in(self, state: str) -> int:
         return sum(flight.state == state for flight in self._flights)
@@ -156,59 +144,32 @@ class Requests:
         if flight.job.seconds_left is not None:
             seconds = min(seconds, flight.job.seconds_left)
         flight.deadline = flight.began + seconds
+        flight.entrant = replace(flight.entrant, seconds_left=seconds)
         error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
         return asyncio.get_running_loop().call_later(seconds, self._expire, flight, mailbox, error)
 
     def _expire(self, flight: Flight, mailbox: Mailbox, error: DeadlineExceeded) -> None:
         mailbox.feed(GivenUp(error))
-        turn = self._turns.get(flight.key.request_id)
-        if turn is not None and not turn.done():
-            turn.set_exception(error)
+        self._turns.give_up(flight.entrant.name, error)
         self._let_go(flight, flight.ended_by_worker)
 
     async def _admit(self, flight: Flight) -> None:
         """Returns when it is the request's turn."""
-        name, job = flight.key.request_id, flight.job
-        decision = self._admission.offer(
-            name, num_sequences=job.n, priority=job.priority, view=self.view(), now=self._clock.now()
-        )
-        match decision:
-            case Admitted():
-                pass
-            case Queued():
-                await self._wait_for_turn(name, job.n)
-                flight.queue_seconds = self._clock.now() - flight.began
-            case Shed(reason=reason, error=error):
-                _SHED.labels(reason).inc()
-                raise error
-            case _:
-                assert_never(decision)
-        _QUEUE.observe(flight.queue_seconds)
+        await self._turns.enter(flight.entrant, partial(self._uncached_tokens, flight))
+        flight.queue_seconds = self._clock.now() - flight.began
+        measures.waited(flight)
 
-    async def _wait_for_turn(self, name: str, num_sequences: int) -> None:
-        turn = self._turns[name] = asyncio.get_running_loop().create_future()
-        try:
-            await turn
-        except BaseException:
-            if not self._admission.leave(name):
-                self._admission.begun(num_sequences)
-            raise
-        finally:
-            del self._turns[name]
-
-    def _call_next(self) -> None:
-        """Room may have come: whoever's turn it is goes on. One that is leaving just now gives its turn back as it goes."""
-        if len(self._admission):
-            for name in self._admission.admit(self.view(), self._clock.now()):
-                if not self._turns[name].done():
-                    self._turns[name].set_result(None)
+    def _uncached_tokens(self, flight: Flight) -> int:
+        """What of the prompt somebody must compute, where most of it is cached."""
+        cached = self._predict(flight, self.view(), self._clock.now()).cached_tokens
+        return max(len(flight.job.prompt_token_ids) - max(cached.values(), default=0), 1)
 
     def _dispatch(self, flight: Flight, mailbox: Mailbox) -> None:
         """Places an admitted request and hands it to its decode worker."""
         try:
             self._submit(flight, mailbox)
         finally:
-            self._admission.begun(flight.job.n)
+            self._turns.begun(flight.entrant)
 
     def _submit(self, flight: Flight, mailbox: Mailbox) -> None:
         match self._place(flight):
@@ -231,10 +192,10 @@ class Requests:
 
     def _place(self, flight: Flight, decode: str | None = None) -> Placement:
         view, now = self.view(), self._clock.now()
-        prediction = self._caches.predict(flight.job.prompt_token_ids, flight.job.cache_salt, view, now)
+        prediction = self._predict(flight, view, now)
         for fallback in prediction.fallbacks:
-            _INDEX_FALLBACKS.labels(fallback.value).inc()
-        flight.prediction = prediction
+            measures.INDEX_FALLBACKS.labels(fallback.value).inc()
+        targets = flight.job.targets
         ask = Ask(
             num_prompt_tokens=len(flight.job.prompt_token_ids),
             max_tokens=flight.job.sampling.max_tokens,
@@ -244,18 +205,26 @@ class Requests:
             decode=decode,
             excluded=flight.excluded,
             tie=self._random.random(),
+            ttft_seconds=targets.ttft_seconds - (now - flight.began) if targets.ttft_seconds is not None else None,
+            tpot_seconds=targets.tpot_seconds,
         )
         placement = place(ask, view, now)
         flight.decided.append(placement.decided)
         self._note_decision(flight.key, partial(Decision.of, flight.job.request_id, flight.key, view, now, placement))
         return placement
 
+    def _predict(self, flight: Flight, view: View, now: float) -> Prediction:
+        """What workers hold of the prompt; it is hashed once, however often that is asked."""
+        chains = flight.prediction.chains if flight.prediction is not None else None
+        flight.prediction = self._caches.predict(flight.job.prompt_token_ids, flight.job.cache_salt, view, now, chains)
+        return flight.prediction
+
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
         flight.placed = placed
         flight.waits_for_prefill = True
         if flight.prediction is not None:
             self._caches.placed(flight.key.request_id, flight.prediction, placed, self._clock.now())
-        _PLACEMENTS.labels(placed.decided.reason).inc()
+        measures.PLACEMENTS.labels(placed.decided.reason).inc()
         self._ledger.open(
             flight.key.request_id,
             decode=flight.decode,
@@ -306,7 +275,7 @@ class Requests:
             self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, self._clock.now())
         if flight.first_token_at is None:
             flight.first_token_at = self._clock.now()
-            _TTFT.observe(flight.first_token_at - flight.began)
+            measures.first_token(flight.first_token_at - flight.began)
 
     def _place_again(self, flight: Flight, mailbox: Mailbox, error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
@@ -316,7 +285,7 @@ class Requests:
             case End(error=last):
                 raise last
             case PlaceAgain(key=key, excluded=excluded):
-                _FALLBACKS.labels(error.type).inc()
+                measures.FALLBACKS.labels(error.type).inc()
                 flight.key = mailbox.key = key
                 flight.excluded = excluded
                 self._submit(flight, mailbox)
@@ -329,7 +298,7 @@ class Requests:
             case End(error=last):
                 raise last
             case PrefillAgain(key=key, excluded=excluded):
-                _FALLBACKS.labels(error.type).inc()
+                measures.FALLBACKS.labels(error.type).inc()
                 flight.key = mailbox.key = key
                 flight.excluded = excluded
                 self._answer_peer_failed(flight)
@@ -352,10 +321,7 @@ class Requests:
         source = flight.prefill or flight.decode
         self._health.succeeded(source)
         self._note_truth(flight, now)
-        _E2E.observe(now - flight.began)
-        tpot_seconds = flight.tpot_seconds(now)
-        if tpot_seconds is not None:
-            _TPOT.observe(tpot_seconds)
+        measures.finished(flight, now)
 
     def _note_truth(self, flight: Flight, now: float) -> None:
         """What the index said of the worker that prefilled, against what that worker found."""
@@ -364,18 +330,20 @@ class Requests:
             return  # what is pulled from another cache says nothing of this one's entries
         # A decode worker with little left to compute does it itself, whatever the placement.
         source = placed.prefill if placed.prefill is not None and flight.was_handed_off else placed.decode
-        _PREDICTED.labels(source.worker_id).inc(prediction.cached_tokens.get(source.worker_id, 0))
-        _ACTUAL.labels(source.worker_id).inc(flight.cached_tokens)
-        _ERROR.labels(source.worker_id).set(self._caches.found(source, prediction, flight.cached_tokens, now))
+        error = self._caches.found(source, prediction, flight.cached_tokens, now)
+        predicted = prediction.cached_tokens.get(source.worker_id, 0)
+        measures.truth(source.worker_id, predicted, flight.cached_tokens, error)
 
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
         self._flights.discard(flight)
+        self._turns.ended(flight.entrant, flight.num_generated, ran=flight.placed is not None)
         self._let_go(flight, flight.ended_by_worker)
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)
-        self._explanations.add(flight.explanation(flight.outcome, self._clock.now()))
-        _REQUESTS.labels(flight.job.model, flight.outcome).inc()
+        now = self._clock.now()
+        self._explanations.add(flight.explanation(flight.outcome, now))
+        measures.ended(flight, now)
 
     def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:
         """Its worker is rid of it, and its place is free, though its client may not have read it all: one that reads
@@ -387,7 +355,7 @@ class Requests:
             else:
                 session.cancel(flight.key)
         self._ledger.close(flight.key.request_id)
-        self._call_next()
+        self._turns.call_next()
 
     def _heard_of(self, worker_id: str) -> None:
         """A worker's session began, reported or ended."""
@@ -398,4 +366,4 @@ class Requests:
             self._health.forget(worker_id)
             if not self._caches.met(session.info):
                 log.error("%s names blocks otherwise than this router: it is placed by load alone", worker_id)
-        self._call_next()
+        self._turns.call_next()

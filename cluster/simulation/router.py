@@ -5,6 +5,7 @@ admit → place → submit → relay → retry; the queue, the ledger, health an
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import assert_never
 
@@ -13,7 +14,7 @@ from headrace.blocks import BlockHasher
 from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
 from headrace.keys import EventBatch, Snapshot
 from headrace.values import LoadReport, Request, RequestKey, SamplingParams, SequenceOutput, WorkerInfo
-from router.decisions.admission import Admission, Admitted, Queued, Shed
+from router.decisions.admission import Admission, Admitted, Entrant, Queued, Rules, Shed
 from router.decisions.caches import Caches, Prediction
 from router.decisions.chain import Chain
 from router.decisions.health import Health
@@ -43,6 +44,7 @@ class RouterLimits:
     """As in headrace.config. `message_seconds`: how long a message takes to a worker."""
 
     max_queue: int = 1024
+    prefill_backlog_seconds: float = inf
     request_seconds: float = 600.0
     local_prefill_max_tokens: int = 64
     message_seconds: float = 0.0
@@ -74,6 +76,7 @@ class _Flight:
     served: Served
     prompt: Prompt
     key: RequestKey
+    entrant: Entrant
     excluded: frozenset[str] = frozenset()
     first_error: HeadraceError | None = None
     prediction: Prediction | None = None
@@ -116,7 +119,7 @@ class VirtualRouter:
         self._ended = ended
         self._keep_why = keep_why
         self._random = Random(seed)
-        self._admission = Admission(limits.max_queue)
+        self._admission = Admission(Rules(limits.max_queue, limits.prefill_backlog_seconds))
         self._ledger = Ledger()
         self._health = Health()
         self._flights: dict[str, _Flight] = {}
@@ -141,8 +144,12 @@ class VirtualRouter:
         """A client asks. How long the answer will be nobody knows but the model."""
         name = f"r{number}"
         served = Served(number, len(prompt), output_tokens, self._time.now)
-        self._flights[name] = _Flight(served, prompt, RequestKey(name))
-        match self._admission.offer(name, num_sequences=1, priority=0, view=self._view(), now=self._time.now):
+        entrant = Entrant(name, len(prompt), _max_tokens(output_tokens), seconds_left=self._limits.request_seconds)
+        self._flights[name] = _Flight(served, prompt, RequestKey(name), entrant)
+        flight = self._flights[name]
+        match self._admission.offer(
+            flight.entrant, self._view(), self._time.now, lambda: self._uncached_tokens(flight)
+        ):
             case Admitted():
                 self._dispatch(name)
             case Queued():
@@ -169,7 +176,7 @@ class VirtualRouter:
         try:
             self._submit(flight)
         finally:
-            self._admission.begun(1)
+            self._admission.begun(name)
 
     def _submit(self, flight: _Flight) -> None:
         placed = self._place(flight, None)
@@ -191,8 +198,7 @@ class VirtualRouter:
 
     def _place(self, flight: _Flight, decode: str | None) -> Placed | None:
         view, now, prompt = self._views.view(), self._time.now, flight.prompt
-        chains = {self._hash_class: Chain(self._hasher.chain(prompt))} if self._hash_class is not None else {}
-        flight.prediction = self._caches.predict_from(chains, view, now)
+        flight.prediction = self._predict(flight, view, now)
         ask = Ask(
             num_prompt_tokens=len(prompt),
             max_tokens=_max_tokens(flight.served.output_tokens),
@@ -210,6 +216,17 @@ class VirtualRouter:
                 return placement
             case NoCapacity():
                 return None
+
+    def _predict(self, flight: _Flight, view: View, now: float) -> Prediction:
+        """What workers hold of the prompt, which is hashed once."""
+        hashed = flight.prediction.chains if flight.prediction is not None else {}
+        if not hashed and self._hash_class is not None:
+            hashed = {self._hash_class: Chain(self._hasher.chain(flight.prompt))}
+        return self._caches.predict_from(hashed, view, now)
+
+    def _uncached_tokens(self, flight: _Flight) -> int:
+        flight.prediction = self._predict(flight, self._view(), self._time.now)
+        return max(len(flight.prompt) - max(flight.prediction.cached_tokens.values(), default=0), 1)
 
     def _note_placed(self, flight: _Flight, placed: Placed) -> None:
         served = flight.served
@@ -234,6 +251,7 @@ class VirtualRouter:
         served = flight.served
         served.outcome, served.ended_at = outcome, self._time.now
         self._ledger.close(name)
+        self._admission.ended(flight.entrant, served.num_generated, ran=flight.placed is not None)
         if flight.waits_for_prefill:
             self._caches.ended(name)
         self._ended(served)

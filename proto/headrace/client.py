@@ -110,7 +110,7 @@ class Client(_Requests):
     """A channel to one router, used as a context manager. `model` None: the one that the router serves.
 
     Parameters of `generate` and `chat` by name: those of headrace.v1.Sampling, and model, priority, cache_salt,
-    request_id and `timeout` (seconds for the whole request).
+    service_class, request_id and `timeout` (seconds for the whole request).
     """
 
     def __init__(self, address: str, *, model: str | None = None, api_key: str | None = None) -> None:
@@ -261,7 +261,7 @@ _CHANNEL_ERRORS: Mapping[grpc.StatusCode, type[HeadraceError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
 }
-_OUTSIDE_SAMPLING = ("model", "priority", "cache_salt", "request_id")
+_OUTSIDE_SAMPLING = ("model", "priority", "cache_salt", "request_id", "service_class")
 
 
 def _split(common: Mapping[str, Any]) -> dict[str, Any]:

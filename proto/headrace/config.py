@@ -97,6 +97,63 @@ class DecisionLogConfig(_Section):
     num_files: int = Field(default=4, ge=2, le=1000)
 
 
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
+class ServiceClassConfig(_Section):
+    """What requests of a class are owed; null: nothing of that kind. TTFT counts from the arrival at the router."""
+
+    ttft_seconds: float | None = Field(default=None, gt=0, le=3600)
+    tpot_seconds: float | None = Field(default=None, gt=0, le=60)
+
+
+class TenantConfig(_Section):
+    """Whoever holds one of its keys. Keys are secrets: they stand in files (one a line) or environment variables, and only
+    where is said here. Of a quota null: no limit. The tenant `default` has the keys of `router.api_keys`, and is everybody
+    where no keys are configured at all."""
+
+    key_files: tuple[str, ...] = Field(default=(), strict=False)
+    key_env: tuple[str, ...] = Field(default=(), strict=False, description="names of environment variables")
+    requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
+    max_concurrent: int | None = Field(default=None, ge=1, le=10**6)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    max_priority: int = Field(default=100, ge=-100, le=100)
+    service_class: Name | None = Field(default=None, description="of its requests that name none")
+    service_classes: tuple[Name, ...] | None = Field(
+        default=None, strict=False, description="that it may name; null: all"
+    )
+    cache_domain: str | None = Field(
+        default=None,
+        max_length=64,
+        pattern=r"^[^\x00]*$",
+        description="tenants of one domain share cached prefixes; null: its own",
+    )
+    coalesce: bool = Field(default=False, description="identical requests in flight are computed once")
+    cache_results: bool = Field(default=False, description="repeatable answers are kept and given again")
+
+
+class AdmissionConfig(_Section):
+    """Who waits, for what, and what of quotas routers may spend without asking."""
+
+    service_class: Name | None = Field(default=None, description="of requests that neither name one nor their tenant")
+    prefill_backlog_seconds: float = Field(
+        default=2.0,
+        gt=0,
+        le=3600,
+        description="of prefill that workers have before them on average; beyond it prompts wait in the router",
+    )
+    max_bypass_seconds: float = Field(default=10.0, ge=0, le=3600, description="in which later prompts may pass one")
+    quota_lease_seconds: float = Field(default=10.0, ge=1, le=3600)
+    quota_sync_seconds: float = Field(default=0.5, ge=0.05, le=60)
+    quota_burst_seconds: float = Field(default=60.0, ge=1, le=60, description="of a rate that may be spent at once")
+    unleased_fraction: float = Field(
+        default=0.5, gt=0, le=1, description="of a quota, by a router that never saw Redis"
+    )
+    result_cache_bytes: int = Field(default=16 * 2**20, ge=2**16, le=2**36)
+    result_cache_seconds: float = Field(default=300.0, gt=0, le=86400)
+
+
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
@@ -133,13 +190,16 @@ class ClusterConfig(_Section):
     name: str = Field(default="headrace", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
     model: str
     served_model_name: str | None = None
-    pools: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")], PoolConfig] = Field(min_length=1)
+    pools: dict[Name, PoolConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()
     handoff: HandoffConfig = HandoffConfig()
     router: RouterConfig = RouterConfig()
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
     limits: LimitsConfig = LimitsConfig()
+    service_classes: dict[Name, ServiceClassConfig] = {}
+    tenants: dict[Name, TenantConfig] = {}
+    admission: AdmissionConfig = AdmissionConfig()
     fault_hooks: bool = False
 
     @property
@@ -165,7 +225,22 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
         raise ConfigError.out_of_range(
             f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
         )
+    _check_classes(config, source)
     return config
+
+
+def _check_classes(config: ClusterConfig, source: str) -> None:
+    """Every class that is named is one that there is."""
+    named = [("admission.service_class", config.admission.service_class)]
+    for tenant, its in config.tenants.items():
+        named.append((f"tenants.{tenant}.service_class", its.service_class))
+        named += [(f"tenants.{tenant}.service_classes", name) for name in its.service_classes or ()]
+    allowed = ", ".join(config.service_classes) or "absent: service_classes names none"
+    for key, name in named:
+        if name is not None and name not in config.service_classes:
+            raise ConfigError.out_of_range(
+                f"{source}: {key}", name, f"one of {allowed}" if config.service_classes else allowed
+            )
 
 
 def _first_fault(source: str, error: ValidationError) -> ConfigError:
@@ -182,7 +257,8 @@ def _first_fault(source: str, error: ValidationError) -> ConfigError:
         return ConfigError(f"{source}: {key}: must be given", key=key)
     field = section.model_fields.get(name) if section is not None else None
     allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ")
-    return ConfigError.out_of_range(f"{source}: {key}", fault.get("input"), allowed)
+    given = "(not shown)" if "api_keys" in (*path, name) else fault.get("input")
+    return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
 
 
 def _section(path: list[str]) -> type[BaseModel] | None:

@@ -6,6 +6,7 @@ HeadraceError
 │   └── ModelNotFound
 ├── Unauthenticated
 ├── Overloaded                  refused early; retry_after_seconds says when to come back
+│   └── QuotaExceeded           by its tenant's own quota; names the quota and its limit
 ├── Unavailable                 nobody can serve it just now
 │   ├── NoWorkers
 │   ├── Draining
@@ -71,6 +72,9 @@ class Unauthenticated(HeadraceError): ...
 class Overloaded(HeadraceError): ...
 
 
+class QuotaExceeded(Overloaded): ...
+
+
 class Unavailable(HeadraceError): ...
 
 
@@ -131,6 +135,7 @@ MEANINGS: Mapping[type[HeadraceError], Meaning] = {
     ModelNotFound: Meaning("NOT_FOUND", 404, "invalid_request_error", False),
     Unauthenticated: Meaning("UNAUTHENTICATED", 401, "authentication_error", False),
     Overloaded: Meaning("RESOURCE_EXHAUSTED", 429, "rate_limit_error", True, 1.0),
+    QuotaExceeded: Meaning("RESOURCE_EXHAUSTED", 429, "rate_limit_error", True, 1.0),
     Unavailable: Meaning("UNAVAILABLE", 503, "server_error", True, 1.0),
     NoWorkers: Meaning("UNAVAILABLE", 503, "server_error", True, 2.0),
     Draining: Meaning("UNAVAILABLE", 503, "server_error", True, 1.0),

@@ -1,7 +1,7 @@
 """The names of all metrics and spans, so that dashboards, alerts and code cannot drift apart.
 
 Every name is defined once here and registered where it is measured. Labels are bounded: roles, worker ids, closed sets
-of reasons, and the served model's name; what a client chose never becomes a label.
+of reasons, configured tenants and classes, and the served model's name; what a client chose never becomes a label.
 """
 
 from typing import Final
@@ -17,6 +17,12 @@ DECISIONS_LOGGED: Final = "headrace_decisions_logged_total"  # router
 DECISIONS_DROPPED: Final = "headrace_decisions_dropped_total"  # router; reason
 PLACEMENTS: Final = "headrace_placements_total"  # router; why
 SHED: Final = "headrace_shed_total"  # router; reason
+ADMISSIONS: Final = "headrace_admissions_total"  # router; tenant, outcome
+TENANT_TOKENS: Final = "headrace_tenant_tokens_total"  # router; tenant, kind
+SLO: Final = "headrace_slo_total"  # router; service_class, outcome
+QUOTA_LEFT: Final = "headrace_quota_left"  # router; tenant, quota
+QUOTA_LEASES: Final = "headrace_quota_leases_total"  # router; outcome
+SHARED_ANSWERS: Final = "headrace_shared_answers_total"  # router; tenant, how
 FALLBACKS: Final = "headrace_fallbacks_total"  # router; reason
 PREDICTED_CACHED_TOKENS: Final = "headrace_predicted_cached_tokens_total"  # router; worker
 ACTUAL_CACHED_TOKENS: Final = "headrace_actual_cached_tokens_total"  # router; worker

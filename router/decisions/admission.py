@@ -1,19 +1,62 @@
 """Whether a request may run now, waits its turn, or is refused at once. Pure.
 
-The long queue is the router's, where order can still change: higher priority first, then first come, first served.
-It is bounded, and what it refuses it refuses before any work is done. Quotas of tenants will be a check in `offer`.
+The long queue is the router's, where order and placement can still change: a request is let go when workers have rows for
+it and the queue of those that prefill is short. In which order: `fair_queue`. It is bounded, and what it refuses it
+refuses before any work is done: what nobody serves, what its tenant's quotas do not hold, what would not begin before its
+deadline, what finds the queue full. A full queue is not one tenant's: whoever has less waiting than its weight's share
+takes the place of the last of the one that has most.
 """
 
-import heapq
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
-from headrace.errors import HeadraceError, InvalidRequest, NoWorkers, Overloaded
+from headrace.costmodel import CostModel
+from headrace.errors import DeadlineExceeded, HeadraceError, InvalidRequest, NoWorkers, Overloaded, QuotaExceeded
+from router.decisions.fair_queue import FairQueue, Waiting
+from router.decisions.quotas import Exceeded, Kind, Quotas
+from router.decisions.tenants import DEFAULT_TENANT, NO_TARGETS, Targets, Tenancy
 from router.decisions.view import View
 
 WORKER_BACKLOG = 8
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
+BYPASS_RATIO = 10.0  # a prompt lets later ones pass for so many times its own prefill
+PRIORITY_SECONDS = 1.0  # a step of priority is worth so long a wait
+MIN_DEPARTURES = 8  # that say how fast the queue moves
+GUESSED_TOKEN_SECONDS = CostModel().prefill_token_seconds
+
+Reason = Literal[
+    "no_workers",
+    "too_many_samples",
+    "queue_full",
+    "pushed_out",
+    "deadline",
+    "quota_requests",
+    "quota_tokens",
+    "quota_concurrency",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A new request. `name` is the router's own for it; `max_tokens` of one sample; `seconds_left` until its deadline."""
+
+    name: str
+    num_prompt_tokens: int = 1
+    max_tokens: int = 0
+    num_sequences: int = 1
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    targets: Targets = NO_TARGETS
+    seconds_left: float = inf
+
+    @property
+    def most_tokens(self) -> int:
+        """What it can come to, as quotas count."""
+        return self.num_prompt_tokens + self.num_sequences * self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,125 +65,285 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
-    """The request waits; `Admission.admit` will name it. `num_ahead` requests are served before it as things stand."""
-
-    num_ahead: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shed:
     """The request is refused, with the time after which a retry has a chance."""
 
-    reason: Literal["queue_full", "no_workers", "too_many_samples"]
+    reason: Reason
     retry_after_seconds: float
     error: HeadraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits; `Admission.admit` will name it. `num_ahead` requests are served before it as things stand.
+    `pushed_out`: who lost its place to it, and what it is told."""
+
+    num_ahead: int
+    pushed_out: tuple[str, Shed] | None = None
 
 
 Decision = Admitted | Queued | Shed
 
 
-def free_slots(view: View) -> int:
-    """How many more sequences the workers that decode can take, each a little beyond what it runs at once, so that
-    it never idles while the next request travels."""
-    free = [worker.free_slots for worker in view.workers if worker.decode_limit >= 0]
-    return sum([slots + WORKER_BACKLOG for slots in free if slots > -WORKER_BACKLOG])
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`prefill_backlog_seconds`: how much prefill workers may have before them on average when one more prompt is let go;
+    those whose speed nobody has measured yet are not bound by it. `max_bypass_seconds`: as `Waiting.due`, at most."""
+
+    max_queue: int = 1024
+    prefill_backlog_seconds: float = inf
+    max_bypass_seconds: float = 10.0
+
+
+@dataclass(slots=True)
+class _Room:
+    """What workers take: `num_sequences` more, and `seconds` of prefill on each of `num_prefill`, which compute a token in
+    `token_seconds`. `most_samples`: the rows of the largest worker that decodes; 0 when there is none. `idle`: nothing
+    runs or waits anywhere."""
+
+    num_sequences: int = 0
+    seconds: float = inf
+    num_prefill: int = 1
+    token_seconds: float = GUESSED_TOKEN_SECONDS
+    most_samples: int = 0
+    idle: bool = True
+
+    def take(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_sequences -= num_sequences
+        self.seconds -= num_tokens * self.token_seconds / self.num_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """Admitted and not placed yet, so the view does not count it."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When the last of those who waited were let go, since somebody waits."""
+
+    departures: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+    def seconds_for(self, number: int) -> float | None:
+        """How long until so many more are let go; None while that is not known."""
+        times = self.departures
+        if len(times) < MIN_DEPARTURES:
+            return None
+        return number * (times[-1] - times[0]) / (len(times) - 1)
 
 
 class Admission:
-    """Owns the queue. Entries are names; who waits behind a name is the caller's matter."""
+    """Owns the queue, and through `quotas` what each request has taken. Entries are names; who waits behind a name is the
+    caller's matter. Every request that was not refused ends with `ended`."""
 
-    def __init__(self, max_queue: int) -> None:
-        self._max_queue = max_queue
-        self._heap: list[tuple[int, int, str]] = []
-        self._waiting: dict[str, int] = {}
-        self._next_number = 0
-        self._num_promised = 0
-        self._last_admissions: list[float] = []
+    def __init__(
+        self, rules: Rules | None = None, tenancy: Tenancy | None = None, quotas: Quotas | None = None
+    ) -> None:
+        self._rules = rules or Rules()
+        self._quotas = quotas or Quotas()
+        tenants = (tenancy or Tenancy()).tenants
+        self._queue = FairQueue({name: tenant.weight for name, tenant in tenants.items()})
+        self._promised: dict[str, _Promise] = {}
+        self._pace = _Pace()
+        self._last_admissions: deque[float] = deque(maxlen=32)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
-    def offer(self, name: str, *, num_sequences: int, priority: int, view: View, now: float) -> Decision:
-        """Decides on a new request. A Queued one stays until `admit` names it or `leave` is called."""
-        most = max([worker.max_num_seqs for worker in view.workers if worker.decode_limit >= 0], default=0)
-        if not most:
-            return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
-        if num_sequences > most:
-            # It would wait until nothing runs, hold up all behind it, and then be refused.
-            allowed = f"at most {most}, as many as a worker runs at once"
-            return Shed("too_many_samples", 0.0, InvalidRequest.out_of_range("n", num_sequences, allowed))
-        if not self._waiting and self._fits(num_sequences, free_slots(view) - self._num_promised, view):
-            self._promise(num_sequences, now)
-            return Admitted()
-        if len(self._waiting) >= self._max_queue:
-            seconds = self._retry_after_seconds(now)
-            return Shed(
-                "queue_full",
-                seconds,
-                Overloaded(
-                    f"the queue is full: {len(self._waiting)} requests wait, limit {self._max_queue}",
-                    retry_after_seconds=seconds,
-                    limit=self._max_queue,
-                    actual=len(self._waiting),
-                ),
-            )
-        num_ahead = sum(1 for negative, _, other in self._heap if other in self._waiting and negative <= -priority)
-        heapq.heappush(self._heap, (-priority, self._next_number, name))
-        self._next_number += 1
-        self._waiting[name] = num_sequences
-        return Queued(num_ahead)
+    def offer(self, entrant: Entrant, view: View, now: float, uncached: Callable[[], int] | None = None) -> Decision:
+        """Decides on a new request. A Queued one stays until `admit` names it or `leave` is called. `uncached` says how
+        many prompt tokens somebody must compute; it is asked only where the request must wait."""
+        room = self._room(view)
+        refused = self._unservable(entrant, room)
+        if refused is not None:
+            return refused
+        if not len(self._queue) and self._fits(entrant.num_sequences, room):
+            refused = self._over_quota(entrant, now)
+            if refused is None:
+                self._promise(entrant.name, entrant.num_sequences, entrant.num_prompt_tokens, now)
+            return refused or Admitted()
+        return self._queued(entrant, room, now, uncached() if uncached is not None else entrant.num_prompt_tokens)
 
     def admit(self, view: View, now: float) -> list[str]:
         """The names that may run now, in order. Whoever does not fit keeps those behind it waiting, so none starves."""
         admitted: list[str] = []
-        if not self._waiting:
+        if not len(self._queue):
             return admitted
-        room = free_slots(view) - self._num_promised
-        while self._heap:
-            name = self._heap[0][2]
-            num_sequences = self._waiting.get(name)
-            if num_sequences is not None:
-                if not self._fits(num_sequences, room, view):
-                    break
-                del self._waiting[name]
-                room -= num_sequences
-                self._promise(num_sequences, now)
-                admitted.append(name)
-            heapq.heappop(self._heap)
+        room = self._room(view)
+        while (head := self._queue.head()) is not None and self._fits(head.num_sequences, room):
+            self._queue.pop()
+            room.take(head.num_sequences, head.num_tokens)
+            self._promise(head.name, head.num_sequences, head.num_tokens, now)
+            self._pace.departures.append(now)
+            admitted.append(head.name)
+        self._forget_pace()
         return admitted
 
-    def begun(self, num_sequences: int) -> None:
+    def begun(self, name: str) -> None:
         """An admitted request is placed, and the view counts it from now on; or it ended before."""
-        self._num_promised -= num_sequences
+        self._promised.pop(name, None)
 
     def leave(self, name: str) -> bool:
         """The request's client went away, or its time is over. False when it no longer waits: it was admitted."""
-        waited = self._waiting.pop(name, None) is not None
-        if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
-            heapq.heapify(self._heap)
+        waited = self._queue.remove(name)
+        self._forget_pace()
         return waited
 
-    def _fits(self, num_sequences: int, room: int, view: View) -> bool:
-        """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
-        return num_sequences <= room or (
-            not self._num_promised
-            and all(worker.load.num_running + worker.load.num_waiting == 0 for worker in view.workers)
+    def ended(self, entrant: Entrant, num_generated: int, *, ran: bool) -> None:
+        """The request is over, whichever way, having got so many tokens; of a refused one nothing is changed. `ran`: it
+        was placed, so that its prompt counts though no token came of it. Once for each request."""
+        self.begun(entrant.name)
+        self._quotas.give_back(entrant.name, entrant.num_prompt_tokens + num_generated if ran else 0)
+        if num_generated:
+            self._queue.charge(entrant.tenant, num_generated)
+
+    def share(self, entrant: Entrant, now: float) -> Shed | None:
+        """A request that is answered from another one's tokens costs its tenant a request and a slot. `ended` ends it."""
+        return self._over_quota(Entrant(entrant.name, 0, tenant=entrant.tenant), now)
+
+    # -- refusals
+
+    def _unservable(self, entrant: Entrant, room: _Room) -> Shed | None:
+        if not room.most_samples:
+            return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
+        if entrant.num_sequences > room.most_samples:
+            # It would wait until nothing runs, hold up all behind it, and then be refused.
+            allowed = f"at most {room.most_samples}, as many as a worker runs at once"
+            return Shed("too_many_samples", 0.0, InvalidRequest.out_of_range("n", entrant.num_sequences, allowed))
+        if entrant.seconds_left <= 0:
+            return Shed("deadline", 0.0, DeadlineExceeded("the request's time was over before it began", limit=0))
+        return None
+
+    def _over_quota(self, entrant: Entrant, now: float) -> Shed | None:
+        exceeded = self._quotas.take(entrant.name, entrant.tenant, entrant.most_tokens, now)
+        return _quota_shed(exceeded) if exceeded is not None else None
+
+    def _queued(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> Queued | Shed:
+        due = self._due(entrant, room, now, num_tokens)
+        num_ahead = self._queue.num_ahead(entrant.tenant, due)
+        refused = self._too_late(entrant, num_ahead)
+        if refused is not None:
+            return refused
+        victim: Waiting | None = None
+        if len(self._queue) >= self._rules.max_queue:
+            victim = self._gives_way_to(entrant)
+            if victim is None:
+                return self._full("queue_full", now)
+        refused = self._over_quota(entrant, now)
+        if refused is not None:
+            return refused
+        pushed_out = None
+        if victim is not None:
+            pushed_out = (victim.name, self._full("pushed_out", now))
+            self._queue.remove(victim.name)
+        self._queue.push(Waiting(entrant.name, entrant.tenant, entrant.num_sequences, num_tokens, due))
+        return Queued(num_ahead, pushed_out)
+
+    def _too_late(self, entrant: Entrant, num_ahead: int) -> Shed | None:
+        seconds = self._pace.seconds_for(num_ahead)
+        if seconds is None or seconds < entrant.seconds_left:
+            return None
+        retry = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        message = f"its turn would come in about {seconds:.1f} s, and it has {entrant.seconds_left:.1f} s"
+        error = Overloaded(
+            message, retry_after_seconds=retry, limit=f"{entrant.seconds_left:.3f}", actual=f"{seconds:.3f}"
         )
+        return Shed("deadline", retry, error)
 
-    def _promise(self, num_sequences: int, now: float) -> None:
-        self._num_promised += num_sequences
-        self._note_admission(now)
+    def _gives_way_to(self, entrant: Entrant) -> Waiting | None:
+        """Who loses its place in a full queue: nobody of the same tenant, nor of one that has less waiting by weight."""
+        queue, victim = self._queue, self._queue.last_of_the_greediest()
+        if victim is None or victim.tenant == entrant.tenant:
+            return None
+        theirs = queue.num_of(victim.tenant) / queue.weight(victim.tenant)
+        return victim if (queue.num_of(entrant.tenant) + 1) / queue.weight(entrant.tenant) < theirs else None
 
-    def _note_admission(self, now: float) -> None:
-        self._last_admissions.append(now)
-        del self._last_admissions[:-32]
+    def _full(self, reason: Literal["queue_full", "pushed_out"], now: float) -> Shed:
+        seconds, number, limit = self._retry_after_seconds(now), len(self._queue), self._rules.max_queue
+        message = f"the queue is full: {number} requests wait, limit {limit}"
+        if reason == "pushed_out":
+            message += "; another tenant's request, of which fewer wait, took the place of this one"
+        return Shed(reason, seconds, Overloaded(message, retry_after_seconds=seconds, limit=limit, actual=number))
 
     def _retry_after_seconds(self, now: float) -> float:
         """How long the queue takes to drain at the pace of the last admissions."""
         if len(self._last_admissions) < 2:
             return MIN_RETRY_SECONDS
         elapsed = max(now - self._last_admissions[0], 1e-3)
-        seconds = len(self._waiting) * elapsed / len(self._last_admissions)
+        seconds = len(self._queue) * elapsed / len(self._last_admissions)
         return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+    # -- order and room
+
+    def _due(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> float:
+        """Until when it lets later ones of its tenant pass: as long as its target leaves it; else some times its own
+        prefill, so that all are delayed in proportion. Higher priority is as if it had come earlier, lower as if later."""
+        own = num_tokens * room.token_seconds
+        target = entrant.targets.ttft_seconds
+        patience = BYPASS_RATIO * own if target is None else max(target - own, 0.0)
+        return now + min(patience, self._rules.max_bypass_seconds) - entrant.priority * PRIORITY_SECONDS
+
+    def _room(self, view: View) -> _Room:
+        """One look at all workers."""
+        room, limit = _Room(), self._rules.prefill_backlog_seconds
+        num_prefill = num_measured = 0
+        backlog = token_seconds = 0.0
+        for worker in view.workers:
+            if worker.num_sequences:
+                room.idle = False
+            if worker.decode_limit >= 0:
+                free = worker.free_slots + WORKER_BACKLOG
+                if free > 0:
+                    room.num_sequences += free
+                if worker.max_num_seqs > room.most_samples:
+                    room.most_samples = worker.max_num_seqs
+            if worker.prefill_limit >= 0:
+                num_prefill += 1
+                its = worker.cost.prefill_token_seconds
+                if its != GUESSED_TOKEN_SECONDS:
+                    num_measured += 1
+                    token_seconds += its
+                    backlog += worker.queue_seconds if worker.queue_seconds < limit else limit
+        if num_measured:
+            room.num_prefill, room.token_seconds = num_prefill, token_seconds / num_measured
+            if num_measured == num_prefill:
+                room.seconds = limit - backlog / num_measured
+        for promise in self._promised.values():
+            room.take(promise.num_sequences, promise.num_tokens)
+        return room
+
+    def _fits(self, num_sequences: int, room: _Room) -> bool:
+        """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
+        return (num_sequences <= room.num_sequences and room.seconds > 0) or (not self._promised and room.idle)
+
+    def _promise(self, name: str, num_sequences: int, num_tokens: int, now: float) -> None:
+        self._promised[name] = _Promise(num_sequences, num_tokens)
+        self._last_admissions.append(now)
+
+    def _forget_pace(self) -> None:
+        if not len(self._queue):
+            self._pace.departures.clear()
+
+
+def _quota_shed(exceeded: Exceeded) -> Shed:
+    kind, limit, retry = exceeded.kind, exceeded.limit, exceeded.retry_after_seconds
+    numbers = {"quota": kind.value, "limit": limit, "needed": f"{exceeded.needed:g}", "left": f"{exceeded.left:.0f}"}
+    reason: Reason
+    match kind:
+        case Kind.REQUESTS:
+            reason, what = "quota_requests", f"{limit} requests per minute"
+        case Kind.TOKENS:
+            reason, what = "quota_tokens", f"{limit} tokens per minute"
+        case Kind.CONCURRENCY:
+            reason, what = "quota_concurrency", f"{limit} requests at once"
+    if exceeded.never:
+        message = (
+            f"prompt and max_tokens must be at most {exceeded.left:.0f} tokens together, which is what the tenant's quota "
+            f"of {what} holds at once, got {exceeded.needed:.0f}"
+        )
+        return Shed(reason, 0.0, InvalidRequest(message, field="max_tokens", **numbers))
+    message = f"the tenant's quota of {what} does not hold this request now"
+    return Shed(reason, retry, QuotaExceeded(message, retry_after_seconds=retry, **numbers))

@@ -1,7 +1,7 @@
 """What this router believes of the workers' caches: the mirror, what its own placements will add, and how far the mirror
 is to be believed. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.blocks import probe
@@ -35,10 +35,20 @@ class Caches:
         self._truth = Truth()
         self._unproven: set[str] = set()
 
-    def predict(self, token_ids: Sequence[int], cache_salt: str, view: View, now: float) -> Prediction:
-        """Ids are hashed once for every hash class there is."""
-        classes = {worker.hash_class for worker in view.workers}
-        chains = {hash_class: Chain(hash_class.hasher(cache_salt).chain(token_ids)) for hash_class in classes}
+    def predict(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        view: View,
+        now: float,
+        hashed: Mapping[HashClass, Chain] | None = None,
+    ) -> Prediction:
+        """Ids are hashed once for every hash class there is; `hashed` are the same prompt's chains from before."""
+        hashed = hashed or {}
+        chains = {
+            hash_class: hashed.get(hash_class) or Chain(hash_class.hasher(cache_salt).chain(token_ids))
+            for hash_class in {worker.hash_class for worker in view.workers}
+        }
         return self.predict_from(chains, view, now)
 
     def predict_from(self, chains: dict[HashClass, Chain], view: View, now: float) -> Prediction:

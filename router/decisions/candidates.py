@@ -22,7 +22,8 @@ class Ask:
     token of a prompt is computed in any case.
 
     `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
-    `tie` in [0, 1) is drawn by the caller and picks among near-equals.
+    `tie` in [0, 1) is drawn by the caller and picks among near-equals. `ttft_seconds` is what is left of the target of the
+    request's class, `tpot_seconds` the target; None: it has none.
     """
 
     num_prompt_tokens: int
@@ -33,6 +34,8 @@ class Ask:
     decode: str | None = None
     excluded: frozenset[str] = frozenset()
     tie: float = 0.0
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
 
 
 @dataclass(slots=True)

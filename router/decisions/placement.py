@@ -1,6 +1,7 @@
 """Where a request runs: a pure function of the request and the view, which also says why (design 2.3).
 
-    filter → predict each candidate → price pairs among the best few, and decode alone → pick among near-equals
+    filter → predict each candidate → price pairs among the best few, and decode alone → targets (`slo`) →
+    pick among near-equals
 
 All prices are seconds. A pair's price is what everyone waits because of it: the request's time to its first token,
 its output at the predicted TPOT, and the stall of others: of the prompts that wait on the prefill worker (as many will
@@ -29,6 +30,7 @@ from router.decisions.candidates import (
     who_prefills,
     why_nobody_decodes,
 )
+from router.decisions.slo import Verdict, costed
 from router.decisions.view import View, WorkerView
 
 __all__ = ["Ask", "Candidate", "Decided", "NoCapacity", "Pair", "Placed", "Placement", "Why", "place"]
@@ -51,11 +53,13 @@ class Pair:
     stall_seconds: float
     price_seconds: float
     pulled_tokens: int = 0
+    wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Everything the decision was made from, and the decision: enough to make it again."""
+    """Everything the decision was made from, and the decision: enough to make it again. `slo`: whether the chosen pair is
+    expected to meet the targets; "" without any."""
 
     ask: Ask
     candidates: tuple[Candidate, ...]
@@ -63,6 +67,7 @@ class Why:
     chosen: Pair | None = None
     num_near_equals: int = 0
     reason: str = ""
+    slo: Verdict = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +82,14 @@ class Decided:
     chosen: Pair | None = None
     num_near_equals: int = 0
     reason: str = ""
+    slo: Verdict = ""
     _why: Why | None = None
 
     @property
     def why(self) -> Why:
         if self._why is None:
             candidates = all_candidates(self.ask, self.view, self.now)
-            self._why = Why(self.ask, candidates, self.pairs, self.chosen, self.num_near_equals, self.reason)
+            self._why = Why(self.ask, candidates, self.pairs, self.chosen, self.num_near_equals, self.reason, self.slo)
         return self._why
 
 
@@ -130,12 +136,14 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     if not decodes:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
     pairs, tie = _priced(ask, decodes, prefills)
-    chosen, num_near_equals = _pick(pairs, tie)
+    output_tokens = min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
+    costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds, output_tokens)
+    chosen, num_near_equals = _pick(costs, tie)
     decode = next(worker for worker in decodes if worker.worker_id == chosen.decode)
     prefill = next((worker for worker in prefills if worker.worker_id == chosen.prefill), None)
     cached = cached_tokens(ask, prefill or decode) + chosen.pulled_tokens
     reason = _reason(chosen, decode, prefills)
-    decided = Decided(ask, view, now, tuple(pairs), chosen, num_near_equals, reason)
+    decided = Decided(ask, view, now, tuple(pairs), chosen, num_near_equals, reason, slo)
     return Placed(decode, prefill, cached, ask.num_prompt_tokens - cached, decided)
 
 
@@ -211,7 +219,7 @@ def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerVie
     wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
     ttft = wait + pull_seconds + after.prefill_seconds + exposed
     transfer, stall = pull_seconds + exposed, after.prefill_seconds * prefill.load.num_waiting
-    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, transfer, stall, pulled)
+    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, transfer, stall, wait, pulled)
 
 
 def _pulled(
@@ -231,9 +239,9 @@ def _pulled(
 
 
 def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
-    ttft = max(decode.queue_seconds, candidate.wait_seconds) + candidate.prefill_seconds
+    wait = max(decode.queue_seconds, candidate.wait_seconds)
     stall = candidate.prefill_seconds * decode.load.num_running
-    return _price(ask, decode, None, candidate.tpot_seconds, ttft, 0.0, stall)
+    return _price(ask, decode, None, candidate.tpot_seconds, wait + candidate.prefill_seconds, 0.0, stall, wait)
 
 
 def _price(
@@ -244,10 +252,11 @@ def _price(
     ttft: float,
     transfer: float,
     stall: float,
+    wait: float,
     pulled: int = 0,
 ) -> Pair:
     price = ttft + tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS) + stall
-    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price, pulled)
+    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price, pulled, wait)
 
 
 def _exposed_transfer_seconds(
@@ -268,18 +277,16 @@ def _exposed_transfer_seconds(
     return max(last, whole - hidden)
 
 
-def _pick(pairs: list[Pair], tie: float) -> tuple[Pair, int]:
+def _pick(costs: list[tuple[float, Pair]], tie: float) -> tuple[Pair, int]:
     """Reports are up to half a second old: near-equals are drawn, or every router would pile onto the same one.
     Near is near in what depends on the workers' queues and caches; a hand-off and none are never equal, and one that pulls
     more than the best is not: its price holds the time, not the room that a second copy takes in a cache."""
-    best = min(pairs, key=lambda pair: pair.price_seconds)
-    limit = best.price_seconds + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
+    least, best = min(costs, key=lambda costed: costed[0])
+    limit = least + NEAR_EQUAL_RATIO * best.ttft_seconds + NEAR_EQUAL_SECONDS
     near = [
         p
-        for p in pairs
-        if p.price_seconds <= limit
-        and (p.prefill is None) == (best.prefill is None)
-        and p.pulled_tokens <= best.pulled_tokens
+        for cost, p in costs
+        if cost <= limit and (p.prefill is None) == (best.prefill is None) and p.pulled_tokens <= best.pulled_tokens
     ]
     return near[_draw(tie, len(near))[0]], len(near)
 

@@ -13,7 +13,7 @@ from router.decisions.codec import decode, encode
 from router.decisions.placement import NoCapacity, Placed, Placement, Why, place
 from router.decisions.view import View
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

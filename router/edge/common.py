@@ -1,7 +1,6 @@
 """What both edges do alike: who may ask, a prompt to tokens, a job to its pieces, and what is counted of it."""
 
 import asyncio
-import hmac
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -10,10 +9,12 @@ from prometheus_client import Counter
 
 from headrace import metrics
 from headrace.clock import Clock
-from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest
+from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.intervals import Intervals
+from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece
 from router.text.limits import characters_of
 from router.text.served import Models, ServedModel
@@ -30,7 +31,7 @@ _ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
 
 
 class Streams(Protocol):
-    """What an edge needs of router.requests.Requests."""
+    """What an edge needs of router.shared_answers.SharedAnswers."""
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
     def why(self, request_id: str, /) -> Explanation | None: ...
@@ -51,7 +52,8 @@ class Edge:
         *,
         unready: Callable[[], str | None],
         draw_id: Callable[[], str],
-        api_keys: Sequence[str] = (),
+        keyring: Keyring,
+        tenancy: Tenancy,
     ) -> None:
         self.models = models
         self._jobs = jobs
@@ -59,23 +61,18 @@ class Edge:
         self._clock = clock
         self._unready = unready
         self._draw_id = draw_id
-        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._keyring = keyring
+        self._tenants = tenancy.tenants
         self._num_in_flight = 0
         self._draining = False
         self._aside = asyncio.Semaphore(MAX_ASIDE)
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def authorise(self, authorization: str | None) -> None:
-        """Unauthenticated unless the header carries one of the configured keys; with none configured, all may ask."""
-        if not self._api_keys:
-            return
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
-        raw = key.strip().encode(errors="replace")
-        if not any(hmac.compare_digest(raw, known) for known in self._api_keys):
-            raise Unauthenticated("the API key is not known here")
+    def authorise(self, authorization: str | None) -> Tenant:
+        """Who asks: the tenant whose key the header carries. With no keys configured, all may ask. Unauthenticated when
+        it is nobody's."""
+        return self._tenants[self._keyring.tenant(authorization)]
 
     def new_id(self, client_id: str = "") -> str:
         """The id of a request: the client's own, else a new one. Between processes it has a name of the router's."""
@@ -88,9 +85,13 @@ class Edge:
         """Why this router should get no new requests, or None."""
         return "draining" if self._draining else self._unready()
 
-    def why(self, request_id: str) -> Explanation | None:
-        """Why a request ran where it ran, and what became of it, while that is remembered."""
-        return self._requests.why(request_id)
+    def why(self, request_id: str, tenant: Tenant) -> Explanation | None:
+        """Why a request ran where it ran, and what became of it, while that is remembered. A tenant hears of its own; the
+        default one, which is the operator's, of all."""
+        explanation = self._requests.why(request_id)
+        if explanation is None or tenant.name in (DEFAULT_TENANT, explanation.tenant):
+            return explanation
+        return None
 
     async def drain(self) -> None:
         """Takes no new requests from now on; returns when those in flight have ended."""

@@ -15,14 +15,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.client import ERROR_KEY, NUMBERS_KEY, RETRY_KEY
-from headrace.errors import ConfigError, HeadraceError, InternalError, meaning
+from headrace.errors import ConfigError, HeadraceError, InternalError, Meaning, meaning
 from headrace.v1 import inference_pb2, inference_pb2_grpc
+from router.decisions.tenants import Tenant
 from router.edge.common import Edge, encode
 from router.edge.json_input import parse_json
-from router.edge.validate import Asked, Envelope, check_text, check_token_ids
+from router.edge.validate import CLASS_HEADER, Asked, Envelope, check_text, check_token_ids
 from router.requests import Job, Piece
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+DETAILS_KEY = "grpc-status-details-bin"
+RETRY_INFO_URL = "type.googleapis.com/google.rpc.RetryInfo"
 _LIST_FIELDS = ("stop_token_ids", "stop")
 _log = logging.getLogger(__name__)
 
@@ -38,10 +41,10 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
             with self._edge.counted(request.model):
-                self._authorise(context)
+                tenant = self._authorise(context)
                 prompt: Any = list(request.tokens.ids) if request.WhichOneof("prompt") == "tokens" else request.text
                 job = await self._edge.prompt_job(
-                    request.model, prompt, asked(request), self._envelope(request, context)
+                    request.model, prompt, asked(request), self._envelope(request, context, tenant)
                 )
                 async with aclosing(self._edge.relay(job)) as pieces:
                     async for piece in pieces:
@@ -54,14 +57,14 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
             with self._edge.counted(request.model):
-                self._authorise(context)
+                tenant = self._authorise(context)
                 job = await self._edge.chat_job(
                     request.model,
                     await self._json("messages_json", request.messages_json),
                     await self._json("tools_json", request.tools_json),
                     await self._json("chat_template_kwargs_json", request.chat_template_kwargs_json),
                     asked(request),
-                    self._envelope(request, context),
+                    self._envelope(request, context, tenant),
                 )
                 async with aclosing(self._edge.relay(job)) as pieces:
                     async for piece in pieces:
@@ -113,14 +116,17 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     async def _json(self, field: str, text: str) -> Any:
         return await self._edge.parse(parse_json, field, text, field, size=len(text)) if text else None
 
-    def _authorise(self, context: Any) -> None:
-        self._edge.authorise(_metadata(context).get("authorization"))
+    def _authorise(self, context: Any) -> Tenant:
+        return self._edge.authorise(_metadata(context).get("authorization"))
 
-    def _envelope(self, request: Any, context: Any) -> Envelope:
+    def _envelope(self, request: Any, context: Any, tenant: Tenant) -> Envelope:
+        metadata = _metadata(context)
         return Envelope(
             request_id=self._edge.new_id(request.request_id),
+            tenant=tenant,
             seconds_left=context.time_remaining(),
-            traceparent=_metadata(context).get("traceparent", ""),
+            traceparent=metadata.get("traceparent", ""),
+            service_class=metadata.get(CLASS_HEADER),
         )
 
 
@@ -183,6 +189,7 @@ def asked(request: Any) -> Asked:
         ignore_eos=sampling.ignore_eos,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        service_class=request.service_class or None,
     )
 
 
@@ -234,8 +241,18 @@ async def abort(context: Any, error: Exception) -> NoReturn:
     ]
     if means.retry_after_seconds is not None:
         trailing.append((RETRY_KEY, f"{means.retry_after_seconds:g}"))
+        trailing.append((DETAILS_KEY, _details(means, error.message, means.retry_after_seconds)))
     await context.abort(grpc.StatusCode[means.grpc_code], error.message, tuple(trailing))
     raise AssertionError("context.abort returned")
+
+
+def _details(means: Meaning, message: str, retry_after_seconds: float) -> bytes:
+    """google.rpc.Status with google.rpc.RetryInfo, as clients of any language look for it."""
+    status = inference_pb2.RpcStatus(code=grpc.StatusCode[means.grpc_code].value[0], message=message)
+    info = inference_pb2.RpcRetryInfo()
+    info.retry_delay.FromMilliseconds(round(retry_after_seconds * 1000))
+    status.details.add(type_url=RETRY_INFO_URL, value=info.SerializeToString())
+    return status.SerializeToString()
 
 
 def _metadata(context: Any) -> dict[str, str]:

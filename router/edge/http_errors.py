@@ -14,6 +14,7 @@ _CODES = {
     "ContextLengthExceeded": "context_length_exceeded",
     "Unauthenticated": "invalid_api_key",
     "Overloaded": "rate_limit_exceeded",
+    "QuotaExceeded": "rate_limit_exceeded",
 }
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -26,7 +27,7 @@ from router.edge.http_errors import error_body, error_response, http_error_respo
 from router.edge.openai_models import ChatBody, CompletionBody
 from router.edge.openai_replies import ChatReply, CompletionReply, Head, Reply
 from router.edge.together import together
-from router.edge.validate import Envelope
+from router.edge.validate import CLASS_HEADER, TIMEOUT_HEADER, Envelope, check_seconds
 from router.requests import Job, Piece
 from router.text.served import ServedModel
 
@@ -80,10 +81,10 @@ class OpenAi:
     async def why(self, request: Request) -> Response:
         """One request's way, as numbers: lengths, workers, seconds; nothing of its text. Yet it is one client's, so where
         keys are configured this needs one, unlike what a scraper asks."""
-        self._edge.authorise(request.headers.get("authorization"))
+        tenant = self._edge.authorise(request.headers.get("authorization"))
         given = request.path_params["request_id"]
         names = (given, given.removeprefix(CHAT_PREFIX), given.removeprefix(COMPLETION_PREFIX))
-        explanation = next(filter(None, map(self._edge.why, names)), None)
+        explanation = next(filter(None, (self._edge.why(name, tenant) for name in names)), None)
         if explanation is None:
             raise HTTPException(404, f"this router knows no request {given!r}, or no longer")
         return JSONResponse(await asyncio.to_thread(encode, explanation))
@@ -256,11 +257,11 @@ class _Gate:
         given = headers.get(b"x-request-id", "")
         try:
             request_id = self._edge.new_id(given)
-            self._edge.authorise(headers.get(b"authorization"))
+            tenant = self._edge.authorise(headers.get(b"authorization"))
         except HeadraceError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope["headrace.request_id"] = request_id
+        scope["headrace.request_id"], scope["headrace.tenant"] = request_id, tenant
         shown = (b"x-request-id", (given or request_id).encode("latin-1"))
 
         async def send_with_id(message: Message) -> None:
@@ -272,13 +273,20 @@ class _Gate:
 
 
 def _envelope(request: Request) -> Envelope:
-    return Envelope(request_id=request.scope["headrace.request_id"], traceparent=request.headers.get("traceparent", ""))
+    timeout = request.headers.get(TIMEOUT_HEADER)
+    return Envelope(
+        request_id=request.scope["headrace.request_id"],
+        tenant=request.scope["headrace.tenant"],
+        seconds_left=check_seconds(TIMEOUT_HEADER, timeout) if timeout is not None else None,
+        traceparent=request.headers.get("traceparent", ""),
+        service_class=request.headers.get(CLASS_HEADER),
+    )
 
 
 def _numbered(envelope: Envelope, position: int, num_prompts: int) -> Envelope:
     if num_prompts == 1:
         return envelope
-    return Envelope(request_id=f"{envelope.request_id}-{position}", traceparent=envelope.traceparent)
+    return replace(envelope, request_id=f"{envelope.request_id}-{position}")
 
 
 def _prompts(prompt: Any) -> Sequence[Any]:

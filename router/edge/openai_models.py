@@ -109,6 +109,7 @@ class _Sampled(_Body):
     best_of: Any = None
     priority: Any = None
     cache_salt: Any = None
+    service_class: Any = None
 
     def _asked(self, **changes: Any) -> Asked:
         if self.stream_options is not None and not self.stream:

@@ -11,13 +11,15 @@ from typing import Any
 from headrace.config import LimitsConfig
 from headrace.errors import ContextLengthExceeded, InvalidRequest
 from headrace.values import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
+from router.decisions.tenants import EVERYONE, MAX_PRIORITY, Tenancy, Tenant
 from router.requests import Job
 from router.text.served import ServedModel
 
-MAX_PRIORITY = 100
+TIMEOUT_HEADER, CLASS_HEADER = "x-headrace-timeout", "x-headrace-class"  # gRPC: metadata; a call has its own deadline
 MAX_SALT_CHARACTERS = 256
 MAX_ID_CHARACTERS = 128
 MAX_TRACEPARENT_CHARACTERS = 256
+MAX_SECONDS = 86_400
 SEEDS = 2**64
 
 
@@ -44,15 +46,19 @@ class Asked:
     best_of: Any = None
     priority: Any = None
     cache_salt: Any = None
+    service_class: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What comes beside a request: the router's id for it, time left, and the trace it belongs to."""
+    """What comes beside a request: the router's id for it, who asks, time left, the trace it belongs to, and the class that
+    a header names, which the request's own word overrules."""
 
     request_id: str
+    tenant: Tenant = EVERYONE
     seconds_left: float | None = None
     traceparent: str = ""
+    service_class: str | None = None
 
 
 class JobMaker:
@@ -61,8 +67,13 @@ class JobMaker:
     more where its rotation is stretched."""
 
     def __init__(
-        self, limits: LimitsConfig, draw_seed: Callable[[], int], reach: Callable[[], int | None] = lambda: None
+        self,
+        limits: LimitsConfig,
+        draw_seed: Callable[[], int],
+        reach: Callable[[], int | None] = lambda: None,
+        tenancy: Tenancy | None = None,
     ) -> None:
+        self._tenancy = tenancy or Tenancy()
         self._limits = limits
         self._draw_seed = draw_seed
         self._reach = reach
@@ -98,6 +109,8 @@ class JobMaker:
         n = _integer("n", 1 if asked.n is None else asked.n, 1, MAX_SAMPLES)
         if asked.best_of is not None and asked.best_of != n:
             raise InvalidRequest.out_of_range("best_of", asked.best_of, f"absent or equal to n ({n})")
+        tenant = envelope.tenant
+        service_class, targets = self._tenancy.class_for(tenant, _class_name(asked, envelope))
         return Job(
             request_id=envelope.request_id,
             model=model.name,
@@ -105,11 +118,15 @@ class JobMaker:
             sampling=sampling,
             n=n,
             stop=_stops(asked.stop),
-            priority=_integer("priority", 0 if asked.priority is None else asked.priority, -MAX_PRIORITY, MAX_PRIORITY),
-            cache_salt=_salt(asked.cache_salt),
+            priority=_priority(asked.priority, tenant),
+            cache_salt=tenant.salt(_salt(asked.cache_salt)),
             seconds_left=envelope.seconds_left,
             traceparent=envelope.traceparent if len(envelope.traceparent) <= MAX_TRACEPARENT_CHARACTERS else "",
             continues=continues,
+            tenant=tenant.name,
+            service_class=service_class,
+            targets=targets,
+            repeatable=sampling.temperature == 0 or asked.seed is not None,
         )
 
     def check_room(self, model: ServedModel, num_prompt_tokens: int) -> None:
@@ -156,6 +173,17 @@ _NUMBERS = (
     "repetition_penalty",
     "min_tokens",
 )
+
+
+def check_seconds(field: str, value: str) -> float:
+    """A header's time limit."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise InvalidRequest.out_of_range(field, value, f"a number of seconds above 0 and at most {MAX_SECONDS}")
+    return seconds
 
 
 def check_client_id(client_id: str) -> str:
@@ -207,11 +235,25 @@ def _flag(field: str, value: Any) -> bool:
     raise InvalidRequest.out_of_range(field, value, "true or false")
 
 
+def _priority(value: Any, tenant: Tenant) -> int:
+    default = min(0, tenant.max_priority)
+    return _integer("priority", default if value is None else value, -MAX_PRIORITY, tenant.max_priority)
+
+
+def _class_name(asked: Asked, envelope: Envelope) -> str | None:
+    value = envelope.service_class if asked.service_class is None else asked.service_class
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest.out_of_range("service_class", value, "a string")
+    return value
+
+
 def _salt(value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_SALT_CHARACTERS:
         raise InvalidRequest.out_of_range("cache_salt", value, f"a string of at most {MAX_SALT_CHARACTERS} characters")
+    if "\0" in value:  # which parts the domains of tenants
+        raise InvalidRequest.out_of_range("cache_salt", value, "a string without NUL characters")
     return check_text("cache_salt", value)
 
 

@@ -22,9 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\"\xfc\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.headrace.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\x03H\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\x03\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x03H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xc6\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\tB\x08\n\x06prompt\"\xcd\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmessages_json\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\x12!\n\x19\x63hat_template_kwargs_json\x18\x04 \x01(\t\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9e\x02\n\x08Timeline\x12\x1c\n\x14router_queue_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14worker_queue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12 \n\x18transfer_exposed_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x05 \x01(\x01\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x08 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\"\xea\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\'\n\x08timeline\x18\x08 \x01(\x0b\x32\x15.headrace.v1.Timeline\"J\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"A\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model2\x80\x03\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x41\n\x04\x43hat\x12\x18.headrace.v1.ChatRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"\xfc\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.headrace.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\x03H\t\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\x03\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\x03H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xdd\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\rservice_class\x18\x08 \x01(\tB\x08\n\x06prompt\"\xe4\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmessages_json\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\x12!\n\x19\x63hat_template_kwargs_json\x18\x04 \x01(\t\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x15\n\rservice_class\x18\t \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.headrace.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9e\x02\n\x08Timeline\x12\x1c\n\x14router_queue_seconds\x18\x01 \x01(\x01\x12\x1c\n\x14worker_queue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12 \n\x18transfer_exposed_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x05 \x01(\x01\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x14\n\x0c\x62locks_moved\x18\x08 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\"\xea\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\'\n\x08timeline\x18\x08 \x01(\x0b\x32\x15.headrace.v1.Timeline\"J\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"A\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"Q\n\tRpcStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\">\n\x0cRpcRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration2\x80\x03\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x41\n\x04\x43hat\x12\x18.headrace.v1.ChatRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,40 +43,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_SAMPLING']._serialized_start=45
-  _globals['_SAMPLING']._serialized_end=681
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=463
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=511
-  _globals['_TOKENIDS']._serialized_start=683
-  _globals['_TOKENIDS']._serialized_end=710
-  _globals['_GENERATEREQUEST']._serialized_start=713
-  _globals['_GENERATEREQUEST']._serialized_end=911
-  _globals['_CHATREQUEST']._serialized_start=914
-  _globals['_CHATREQUEST']._serialized_end=1119
-  _globals['_TOPLOGPROB']._serialized_start=1121
-  _globals['_TOPLOGPROB']._serialized_end=1168
-  _globals['_TOKENLOGPROB']._serialized_start=1170
-  _globals['_TOKENLOGPROB']._serialized_end=1257
-  _globals['_USAGE']._serialized_start=1259
-  _globals['_USAGE']._serialized_end=1339
-  _globals['_TIMELINE']._serialized_start=1342
-  _globals['_TIMELINE']._serialized_end=1628
-  _globals['_GENERATERESPONSE']._serialized_start=1631
-  _globals['_GENERATERESPONSE']._serialized_end=1865
-  _globals['_TOKENIZEREQUEST']._serialized_start=1867
-  _globals['_TOKENIZEREQUEST']._serialized_end=1941
-  _globals['_TOKENIZERESPONSE']._serialized_start=1943
-  _globals['_TOKENIZERESPONSE']._serialized_end=1984
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1986
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2043
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2045
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2079
-  _globals['_LISTMODELSREQUEST']._serialized_start=2081
-  _globals['_LISTMODELSREQUEST']._serialized_end=2100
-  _globals['_MODEL']._serialized_start=2102
-  _globals['_MODEL']._serialized_end=2167
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2169
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2225
-  _globals['_INFERENCE']._serialized_start=2228
-  _globals['_INFERENCE']._serialized_end=2612
+  _globals['_SAMPLING']._serialized_start=104
+  _globals['_SAMPLING']._serialized_end=740
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=522
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=570
+  _globals['_TOKENIDS']._serialized_start=742
+  _globals['_TOKENIDS']._serialized_end=769
+  _globals['_GENERATEREQUEST']._serialized_start=772
+  _globals['_GENERATEREQUEST']._serialized_end=993
+  _globals['_CHATREQUEST']._serialized_start=996
+  _globals['_CHATREQUEST']._serialized_end=1224
+  _globals['_TOPLOGPROB']._serialized_start=1226
+  _globals['_TOPLOGPROB']._serialized_end=1273
+  _globals['_TOKENLOGPROB']._serialized_start=1275
+  _globals['_TOKENLOGPROB']._serialized_end=1362
+  _globals['_USAGE']._serialized_start=1364
+  _globals['_USAGE']._serialized_end=1444
+  _globals['_TIMELINE']._serialized_start=1447
+  _globals['_TIMELINE']._serialized_end=1733
+  _globals['_GENERATERESPONSE']._serialized_start=1736
+  _globals['_GENERATERESPONSE']._serialized_end=1970
+  _globals['_TOKENIZEREQUEST']._serialized_start=1972
+  _globals['_TOKENIZEREQUEST']._serialized_end=2046
+  _globals['_TOKENIZERESPONSE']._serialized_start=2048
+  _globals['_TOKENIZERESPONSE']._serialized_end=2089
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2091
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2148
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2150
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2184
+  _globals['_LISTMODELSREQUEST']._serialized_start=2186
+  _globals['_LISTMODELSREQUEST']._serialized_end=2205
+  _globals['_MODEL']._serialized_start=2207
+  _globals['_MODEL']._serialized_end=2272
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2274
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2330
+  _globals['_RPCSTATUS']._serialized_start=2332
+  _globals['_RPCSTATUS']._serialized_end=2413
+  _globals['_RPCRETRYINFO']._serialized_start=2415
+  _globals['_RPCRETRYINFO']._serialized_end=2477
+  _globals['_INFERENCE']._serialized_start=2480
+  _globals['_INFERENCE']._serialized_end=2864
 # @@protoc_insertion_point(module_scope)

@@ -106,7 +106,7 @@ def test_a_line_that_was_cut_off_is_passed_over_and_said(run: Run) -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        (['{"version":7,"decision":{}}'], (), "line 1: version 7 of the decision log; this build reads 1"),
+        (['{"version":7,"decision":{}}'], (), "line 1: version 7 of the decision log; this build reads 2"),
         (["[]"], (), "line 1: not a logged decision"),
         ([], (), "holds no decision"),
         (lines(decision("a")), ("--request", "x"), "holds no decision of request 'x'"),

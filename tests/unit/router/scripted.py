@@ -5,15 +5,17 @@ It detokenises, stops and counts as the core does, so that an edge is tested wit
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.clock import Clock
 from headrace.config import LimitsConfig
 from headrace.errors import HeadraceError
 from headrace.values import Timeline, TokenLogprobs, Usage
+from router.decisions.tenants import DEFAULT_TENANT, Tenancy
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
+from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece, RequestTimeline
 from router.text.served import Models, ServedModel
 from router.text.vocabulary import Text
@@ -96,15 +98,25 @@ class Scripted:
 
 
 def make_edge(
-    text: Text, requests: Streams, *, api_keys: Sequence[str] = (), unready: str | None = None, clock: Clock
+    text: Text,
+    requests: Streams,
+    *,
+    api_keys: Mapping[str, Sequence[str]] | Sequence[str] = (),
+    tenancy: Tenancy | None = None,
+    unready: str | None = None,
+    clock: Clock,
 ) -> Edge:
+    """`api_keys` of the default tenant, or by tenant."""
+    tenancy = tenancy or Tenancy()
+    keys = api_keys if isinstance(api_keys, Mapping) else {DEFAULT_TENANT: api_keys}
     draws = random.Random(7)
     return Edge(
         Models({"tiny": ServedModel("tiny", "r1", CONTEXT, VOCABULARY, text)}),
-        JobMaker(LimitsConfig(default_max_tokens=16), lambda: draws.getrandbits(64)),
+        JobMaker(LimitsConfig(default_max_tokens=16), lambda: draws.getrandbits(64), tenancy=tenancy),
         requests,
         clock,
         unready=lambda: unready,
         draw_id=lambda: f"{draws.getrandbits(32):08x}",
-        api_keys=api_keys,
+        keyring=Keyring(keys),
+        tenancy=tenancy,
     )

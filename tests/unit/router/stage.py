@@ -10,7 +10,10 @@ from typing import Any
 from headrace.clock import Clock, SystemClock
 from headrace.values import SamplingParams
 from router.decision_log import Note
+from router.decisions.admission import Admission, Rules
 from router.decisions.index import Index
+from router.decisions.quotas import Quotas
+from router.decisions.tenants import Tenancy
 from router.flight import Job, Piece
 from router.mailbox import Pacer
 from router.requests import Requests
@@ -60,6 +63,9 @@ async def stage(
     request_seconds: float = 60.0,
     local_prefill_max_tokens: int = 0,
     note_decision: Note = lambda key, decision: None,
+    rules: Rules | None = None,
+    tenancy: Tenancy | None = None,
+    quotas: Quotas | None = None,
 ) -> AsyncIterator[Stage]:
     clock = clock or SystemClock()
     sessions = Sessions("t", clock, heartbeat_seconds=heartbeat_seconds, silent_seconds=silent_seconds)
@@ -72,7 +78,7 @@ async def stage(
         pacer=Pacer(coalesce_seconds, asyncio.get_running_loop()),
         clock=clock,
         randomness=random.Random(1),
-        max_queue=max_queue,
+        admission=Admission(rules or Rules(max_queue), tenancy, quotas),
         request_seconds=request_seconds,
         local_prefill_max_tokens=local_prefill_max_tokens,
         note_decision=note_decision,

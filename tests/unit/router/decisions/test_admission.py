@@ -1,19 +1,50 @@
-from headrace.errors import InvalidRequest, NoWorkers, Overloaded
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.costmodel import CostModel
+from headrace.errors import DeadlineExceeded, InvalidRequest, NoWorkers, Overloaded, QuotaExceeded
 from headrace.values import Load, Role
-from router.decisions.admission import WORKER_BACKLOG, Admission, Admitted, Queued, Shed, free_slots
+from router.decisions.admission import (
+    BYPASS_RATIO,
+    MIN_DEPARTURES,
+    WORKER_BACKLOG,
+    Admission,
+    Admitted,
+    Entrant,
+    Queued,
+    Rules,
+    Shed,
+)
+from router.decisions.quotas import Quotas
+from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.decisions.view import View, WorkerView
 from tests.null_worker import worker_info
 
+TOKEN_SECONDS = 1e-4
+COST = CostModel(prefill_base_seconds=0.0, prefill_token_seconds=TOKEN_SECONDS)
 
-def view(*running: int, role: Role = Role.UNIFIED, max_num_seqs: int = 4, draining: bool = False) -> View:
-    """A worker for each number of sequences that it runs."""
+
+def view(
+    *running: int,
+    role: Role = Role.UNIFIED,
+    max_num_seqs: int = 4,
+    draining: bool = False,
+    waiting_tokens: int = 0,
+    cost: CostModel = COST,
+) -> View:
+    """A worker for each number of sequences that it runs; `waiting_tokens` are before each of them."""
     return View(
         tuple(
             WorkerView(
-                info := worker_info(f"w{at}", role, max_num_seqs=max_num_seqs),
+                worker_info(f"w{at}", role, max_num_seqs=max_num_seqs),
                 role,
-                Load(num_running=number),
-                info.cost,
+                Load(num_running=number, waiting_prefill_tokens=waiting_tokens),
+                cost,
                 100,
                 draining,
             )
@@ -25,37 +56,41 @@ def view(*running: int, role: Role = Role.UNIFIED, max_num_seqs: int = 4, draini
 FULL = view(4 + WORKER_BACKLOG)
 
 
-def offer(admission: Admission, name: str, at: View, *, n: int = 1, priority: int = 0, now: float = 0.0) -> object:
-    return admission.offer(name, num_sequences=n, priority=priority, view=at, now=now)
+def bounded(max_queue: int, *tenants: Tenant) -> Admission:
+    return Admission(Rules(max_queue), Tenancy({tenant.name: tenant for tenant in tenants}), Quotas(tenants))
+
+
+def offer(admission: Admission, name: str, at: View, *, n: int = 1, now: float = 0.0, **fields: Any) -> object:
+    return admission.offer(Entrant(name, num_sequences=n, **fields), at, now)
 
 
 def test_room_is_what_decoding_workers_run_and_a_little_more() -> None:
-    assert free_slots(view(0, 3)) == 4 + 1 + 2 * WORKER_BACKLOG
-    assert free_slots(view(500)) == 0
-    assert free_slots(view(0, role=Role.PREFILL)) == 0
-    assert free_slots(view(0, draining=True)) == 0
+    for at, room in ((view(0, 3), 4 + 1 + 2 * WORKER_BACKLOG), (view(500, 3), 1 + WORKER_BACKLOG)):
+        admission = bounded(99)
+        decisions = [offer(admission, f"r{number}", at) for number in range(room + 1)]
+        assert decisions == [Admitted()] * room + [Queued(0)]
 
 
 def test_nobody_who_decodes_is_refused_at_once() -> None:
     for nobody in (view(), view(0, role=Role.PREFILL), view(0, draining=True)):
-        decision = offer(Admission(4), "a", nobody)
+        decision = offer(bounded(4), "a", nobody)
         assert isinstance(decision, Shed)
         assert decision.reason == "no_workers"
         assert isinstance(decision.error, NoWorkers)
 
 
 def test_admitted_while_there_is_room_counting_what_is_admitted_and_not_placed_yet() -> None:
-    admission = Admission(4)
+    admission = bounded(4)
     at = view(4 + WORKER_BACKLOG - 2)
     assert offer(admission, "a", at) == Admitted()
     assert offer(admission, "b", at) == Admitted()
     assert offer(admission, "c", at) == Queued(0)
-    admission.begun(1)
+    admission.begun("a")
     assert admission.admit(at, 0.0) == ["c"]
 
 
 def test_more_samples_than_any_worker_runs_hold_up_nobody() -> None:
-    admission, busy = Admission(4), view(4)
+    admission, busy = bounded(4), view(4)
     decision = offer(admission, "a", busy, n=4 + WORKER_BACKLOG + 1)
     assert isinstance(decision, Shed)
     assert isinstance(decision.error, InvalidRequest)
@@ -65,27 +100,27 @@ def test_more_samples_than_any_worker_runs_hold_up_nobody() -> None:
 
 
 def test_higher_priority_first_and_first_come_first_served_within_it() -> None:
-    admission = Admission(9)
+    admission = bounded(9)
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", 5)):
         offer(admission, name, FULL, priority=priority)
     assert offer(admission, "e", FULL, priority=1) == Queued(2)
     order = []
     for _ in range(5):
         order += admission.admit(view(4 + WORKER_BACKLOG - 1), 0.0)
-        admission.begun(1)
+        admission.begun(order[-1])
     assert order == ["b", "d", "e", "a", "c"]
     assert len(admission) == 0
 
 
 def test_a_newcomer_does_not_pass_those_who_wait() -> None:
-    admission = Admission(9)
+    admission = bounded(9)
     offer(admission, "a", FULL)
     assert isinstance(offer(admission, "b", view(0)), Queued)
     assert admission.admit(view(0), 0.0) == ["a", "b"]
 
 
 def test_case_54_beyond_the_cap_requests_are_shed_with_the_numbers_and_a_time() -> None:
-    admission = Admission(2)
+    admission = bounded(2)
     offer(admission, "a", FULL)
     offer(admission, "b", FULL)
     decision = offer(admission, "c", FULL)
@@ -96,10 +131,10 @@ def test_case_54_beyond_the_cap_requests_are_shed_with_the_numbers_and_a_time() 
 
 
 def test_retry_after_is_how_long_the_queue_takes_at_the_pace_of_late() -> None:
-    admission = Admission(8)
+    admission = bounded(8)
     for at in range(5):
         assert offer(admission, f"r{at}", view(0), now=10.0 * at) == Admitted()
-        admission.begun(1)
+        admission.begun(f"r{at}")
     for at in range(8):
         offer(admission, f"q{at}", FULL, now=50.0)
     decision = offer(admission, "late", FULL, now=50.0)
@@ -110,7 +145,7 @@ def test_retry_after_is_how_long_the_queue_takes_at_the_pace_of_late() -> None:
 
 def test_many_samples_run_when_they_fit_or_when_nothing_else_does() -> None:
     """Those who waited for a larger worker, which has left since: they, too, do not wait for ever."""
-    admission, n = Admission(8), 4 + WORKER_BACKLOG + 1
+    admission, n = bounded(8), 4 + WORKER_BACKLOG + 1
     assert isinstance(offer(admission, "big", view(n - 1, max_num_seqs=n), n=n), Queued)
     offer(admission, "small", view(1))
     assert admission.admit(view(1), 0.0) == []  # and the small one does not pass it for ever
@@ -118,7 +153,7 @@ def test_many_samples_run_when_they_fit_or_when_nothing_else_does() -> None:
 
 
 def test_whoever_leaves_is_not_called_and_who_was_called_has_left() -> None:
-    admission = Admission(8)
+    admission = bounded(8)
     offer(admission, "a", FULL)
     offer(admission, "b", FULL)
     assert admission.leave("a")
@@ -127,11 +162,242 @@ def test_whoever_leaves_is_not_called_and_who_was_called_has_left() -> None:
     assert not admission.leave("b")
 
 
-def test_those_who_left_take_no_room_in_memory() -> None:
-    admission = Admission(2)
-    offer(admission, "stays", FULL, priority=9)
-    for at in range(1000):
-        offer(admission, f"r{at}", FULL)
-        admission.leave(f"r{at}")
-    assert len(admission._heap) < 100
-    assert admission.admit(view(0), 0.0) == ["stays"]
+# -- order, under a virtual clock
+
+
+def served(
+    admission: Admission, arrivals: Iterable[tuple[float, Entrant]], until: float
+) -> tuple[dict[str, float], list[str]]:
+    """One server behind the real queue, that computes a prompt at a time, TOKEN_SECONDS a token: when each one's turn came,
+    counted from its arrival, and in which order."""
+    came: dict[str, tuple[float, Entrant]] = {}
+    waits: dict[str, float] = {}
+    order: list[str] = []
+    events = [(at, number, entrant) for number, (at, entrant) in enumerate(arrivals)]
+    heapq.heapify(events)
+    running: str | None = None
+
+    def begin(name: str, now: float) -> None:
+        nonlocal running
+        at, entrant = came[name]
+        waits[name], running = now - at, name
+        order.append(name)
+        heapq.heappush(events, (now + entrant.num_prompt_tokens * TOKEN_SECONDS, -1, entrant))
+
+    while events and events[0][0] <= until:
+        now, number, entrant = heapq.heappop(events)
+        if number < 0:
+            admission.ended(entrant, 0, ran=True)
+            running = None
+            for name in admission.admit(ONE_FREE, now):
+                begin(name, now)
+            continue
+        came[entrant.name] = (now, entrant)
+        decision = admission.offer(entrant, FULL if running else ONE_FREE, now)
+        if isinstance(decision, Admitted):
+            begin(entrant.name, now)
+    return waits, order
+
+
+ONE_FREE = view(4 + WORKER_BACKLOG - 1)
+LONG, SHORT = 8192, 64
+
+
+def flow(name: str, tokens: int, load: float, seconds: float, *, start: float = 0.0) -> list[tuple[float, Entrant]]:
+    """Prompts that arrive evenly, at `load` times what the server computes."""
+    gap = tokens * TOKEN_SECONDS / load
+    return [(start + at * gap, Entrant(f"{name}{at}", tokens)) for at in range(int(seconds / gap))]
+
+
+def test_one_8k_prompt_among_endless_short_ones_meets_its_bound() -> None:
+    """What passes it is what arrives until its due time; the rest comes after it, though more and more of them wait."""
+    arrivals = [*flow("short", SHORT, 1.2, 40.0), (10.0, Entrant("long", LONG))]
+    waits, order = served(bounded(100_000), sorted(arrivals, key=lambda each: each[0]), 100.0)
+    own = LONG * TOKEN_SECONDS
+    patience = BYPASS_RATIO * own
+    behind_at_arrival = 0.2 * 10.0
+    assert 0 < waits["long"] <= behind_at_arrival + 1.2 * patience + SHORT * TOKEN_SECONDS
+    passed = [name for name in order[: order.index("long")] if int(name[5:]) * SHORT * TOKEN_SECONDS / 1.2 > 10.0]
+    assert passed, "short ones are served before it while they may"
+
+
+def test_one_short_prompt_among_endless_8k_ones_meets_its_bound() -> None:
+    """It waits for what runs, and for those whose own time had come already."""
+    own = SHORT * TOKEN_SECONDS
+    arrivals = [*flow("long", LONG, 1.2, 60.0), (7.0, Entrant("short", SHORT))]
+    waits, _ = served(bounded(100_000), sorted(arrivals, key=lambda each: each[0]), 100.0)
+    assert 0 < waits["short"] <= BYPASS_RATIO * own + 2 * LONG * TOKEN_SECONDS
+    fifo = 7.0 * 0.2 / 1.2  # what was waiting when it came
+    assert waits["short"] < fifo + LONG * TOKEN_SECONDS
+
+
+def test_no_prompt_is_passed_for_longer_than_the_rules_say() -> None:
+    admission = Admission(Rules(99, max_bypass_seconds=3.0))
+    offer(admission, "huge", FULL, num_prompt_tokens=10_000_000, now=0.0)
+    offer(admission, "before", FULL, num_prompt_tokens=10, now=2.9)
+    offer(admission, "after", FULL, num_prompt_tokens=10, now=3.1)
+    assert admission.admit(view(0), 3.2) == ["before", "huge", "after"]
+
+
+def test_targets_order_a_queue_by_the_time_that_they_leave() -> None:
+    """Of two with one target the longer begins earlier; and a strict class before a patient one."""
+    admission, target = bounded(99), Targets(ttft_seconds=2.0)
+    offer(admission, "patient", FULL, targets=Targets(ttft_seconds=9.0))
+    offer(admission, "short", FULL, targets=target, num_prompt_tokens=100)
+    offer(admission, "long", FULL, targets=target, num_prompt_tokens=9000)
+    assert admission.admit(view(0), 0.0) == ["long", "short", "patient"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.floats(0, 0.5)), min_size=2, max_size=40))
+def test_whoever_comes_after_ones_due_time_is_served_after_it(arrivals: list[tuple[int, float]]) -> None:
+    admission, now, due = bounded(99), 0.0, {}
+    came = {}
+    for number, (tokens, gap) in enumerate(arrivals):
+        now += gap
+        name = f"r{number}"
+        offer(admission, name, FULL, num_prompt_tokens=tokens, now=now)
+        came[name], due[name] = now, now + min(BYPASS_RATIO * tokens * TOKEN_SECONDS, 10.0)
+    order = admission.admit(view(0, max_num_seqs=99), now)
+    assert sorted(order) == sorted(came)
+    for at, name in enumerate(order):
+        assert all(came[name] <= due[later] + 1e-9 for later in order[at + 1 :])
+
+
+# -- room for prompts
+
+
+def test_prompts_wait_here_while_the_workers_have_enough_to_prefill() -> None:
+    admission = Admission(Rules(99, prefill_backlog_seconds=1.0))
+    busy, free = view(1, 1, waiting_tokens=10_000), view(1, 1, waiting_tokens=9_000)
+    assert offer(admission, "a", busy, num_prompt_tokens=1500) == Queued(0)
+    offer(admission, "b", busy, num_prompt_tokens=1500)
+    offer(admission, "c", busy, num_prompt_tokens=1500)
+    assert admission.admit(busy, 0.0) == []
+    assert admission.admit(free, 0.0) == ["a", "b"]  # 2 workers × 0.1 s of room: 2,000 tokens, begun by the second
+    for name in "ab":
+        admission.begun(name)
+    assert admission.admit(view(0, 0), 0.0) == ["c"]
+
+
+def test_what_nobody_has_measured_bounds_nothing() -> None:
+    admission = Admission(Rules(99, prefill_backlog_seconds=1.0))
+    assert offer(admission, "a", view(1, waiting_tokens=10**6, cost=CostModel())) == Admitted()
+
+
+# -- refusals
+
+
+def test_what_would_not_begin_before_its_deadline_is_refused_at_once() -> None:
+    admission = bounded(99)
+    for number in range(MIN_DEPARTURES + 10):
+        offer(admission, f"r{number}", FULL)
+    for number in range(MIN_DEPARTURES):
+        assert len(admission.admit(ONE_FREE, float(number))) == 1
+        admission.begun(f"r{number}")
+    decision = offer(admission, "hasty", FULL, seconds_left=5.0, now=8.0)
+    assert isinstance(decision, Shed)
+    assert (decision.reason, decision.error.numbers) == ("deadline", {"limit": "5.000", "actual": "10.000"})
+    assert decision.retry_after_seconds == 10.0
+    assert isinstance(offer(admission, "patient", FULL, seconds_left=20.0, now=8.0), Queued)
+    gone = offer(admission, "gone", FULL, seconds_left=0.0)
+    assert isinstance(gone, Shed)
+    assert isinstance(gone.error, DeadlineExceeded)
+
+
+def test_a_pace_of_another_day_refuses_nobody() -> None:
+    admission = bounded(99)
+    for number in range(2 * MIN_DEPARTURES):
+        assert offer(admission, f"r{number}", view(0), now=100.0 * number) == Admitted()
+        admission.begun(f"r{number}")
+    offer(admission, "first", FULL, now=5000.0)
+    assert isinstance(offer(admission, "hasty", FULL, seconds_left=1.0, now=5000.0), Queued)
+
+
+def test_case_54_a_full_queue_is_not_one_tenants() -> None:
+    greedy, modest = Tenant("greedy"), Tenant("modest")
+    admission = bounded(3, greedy, modest)
+    for name in "abc":
+        offer(admission, name, FULL, tenant="greedy")
+    decision = offer(admission, "m", FULL, tenant="modest")
+    assert isinstance(decision, Queued)
+    assert decision.pushed_out is not None
+    name, shed = decision.pushed_out
+    assert (name, shed.reason) == ("c", "pushed_out")
+    assert isinstance(shed.error, Overloaded)
+    assert len(admission) == 3
+    refused = offer(admission, "d", FULL, tenant="greedy")
+    assert isinstance(refused, Shed)
+    assert refused.reason == "queue_full"
+    refused = offer(admission, "n", FULL, tenant="modest")  # 2 of 3 against 1: no better than it is
+    assert isinstance(refused, Shed)
+    assert sorted(admission.admit(view(0), 0.0)) == ["a", "b", "m"]
+
+
+QUOTAS = {
+    "quota_requests": Tenant("t", requests_per_minute=2),
+    "quota_tokens": Tenant("t", tokens_per_minute=250),
+    "quota_concurrency": Tenant("t", max_concurrent=2),
+}
+
+
+@pytest.mark.parametrize("reason", QUOTAS)
+def test_beyond_its_quota_a_tenant_is_refused_and_others_are_not(reason: str) -> None:
+    admission = bounded(9, QUOTAS[reason], Tenant("other"))
+    asked: dict[str, Any] = {"tenant": "t", "num_prompt_tokens": 60, "max_tokens": 40}
+    assert offer(admission, "a", view(0), **asked) == Admitted()
+    assert offer(admission, "b", FULL, **asked) == Queued(0)
+    decision = offer(admission, "c", view(0), **asked)
+    assert isinstance(decision, Shed)
+    assert isinstance(decision.error, QuotaExceeded)
+    assert decision.reason == reason
+    assert decision.error.retry_after_seconds == decision.retry_after_seconds >= 1.0
+    assert isinstance(offer(admission, "d", view(0), tenant="other"), Queued)
+    admission.leave("b")
+    admission.ended(Entrant("b", **asked), 0, ran=False)  # it never ran: but for having asked, it cost nothing
+    again = offer(admission, "e", view(0), **asked)
+    assert isinstance(again, Shed) == (reason == "quota_requests")
+
+
+def test_what_is_refused_for_another_reason_costs_no_quota() -> None:
+    admission = bounded(1, Tenant("t", requests_per_minute=2))
+    offer(admission, "a", FULL, tenant="t")
+    for number in range(5):
+        decision = offer(admission, f"r{number}", FULL, tenant="t")
+        assert isinstance(decision, Shed)
+        assert decision.reason == "queue_full"
+    admission.leave("a")
+    assert offer(admission, "b", view(0), tenant="t") == Admitted()
+
+
+def test_what_no_quota_could_ever_hold_is_the_clients_to_change() -> None:
+    admission = bounded(9, Tenant("t", tokens_per_minute=100))
+    decision = offer(admission, "a", view(0), tenant="t", num_prompt_tokens=60, max_tokens=50)
+    assert isinstance(decision, Shed)
+    assert isinstance(decision.error, InvalidRequest)
+    assert decision.error.numbers["limit"] == "100"
+    assert decision.error.numbers["needed"] == "110"
+    assert offer(admission, "b", view(0), tenant="t", num_prompt_tokens=60, max_tokens=40) == Admitted()
+
+
+def test_an_answer_from_anothers_tokens_costs_a_request_and_a_slot() -> None:
+    admission = bounded(9, Tenant("t", tokens_per_minute=10, max_concurrent=1))
+    shared = Entrant("a", 500, 500, tenant="t")
+    assert admission.share(shared, 0.0) is None
+    assert admission.share(Entrant("b", tenant="t"), 0.0) is not None
+    admission.ended(shared, 0, ran=False)
+    assert admission.share(Entrant("c", tenant="t"), 0.0) is None
+
+
+def test_two_who_always_wait_get_their_weights_share_of_the_tokens_whatever_their_lengths() -> None:
+    admission = bounded(100_000, Tenant("a", weight=1.0), Tenant("b", weight=3.0))
+    arrivals = [
+        (0.0, Entrant(f"{tenant}{at}", tokens, tenant=tenant))
+        for tenant, tokens in (("a", LONG), ("b", SHORT))
+        for at in range(int(400_000 / tokens))
+    ]
+    waits, order = served(admission, arrivals, 40.0)
+    tokens = {"a": LONG, "b": SHORT}
+    first = order[: max(at for at, name in enumerate(order) if name[0] == "a" and at < len(order) // 2)]
+    shares = {tenant: sum(tokens[tenant] for name in first if name[0] == tenant) for tenant in "ab"}
+    assert abs(shares["b"] / 3 - shares["a"]) <= LONG + SHORT
+    assert len(waits) > 100

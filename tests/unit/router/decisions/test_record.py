@@ -68,4 +68,5 @@ def test_a_line_says_nothing_of_a_prompt_but_its_length() -> None:
     }  # fmt: skip
     assert set(line["decision"]["why"]["ask"]) == {
         "num_prompt_tokens", "max_tokens", "n", "cached_tokens", "local_prefill_max_tokens", "decode", "excluded", "tie",
+            "ttft_seconds", "tpot_seconds",
     }  # fmt: skip

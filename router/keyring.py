@@ -1,0 +1,70 @@
+"""API keys and whose they are. Keys come from files and environment variables; nothing here keeps, shows or logs one."""
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+
+from headrace.config import ClusterConfig, TenantConfig
+from headrace.errors import ConfigError, Unauthenticated
+from router.decisions.tenants import DEFAULT_TENANT
+
+
+class Keyring:
+    """Keys by their digests: finding one compares digests alone, so that the time it takes says nothing of a key."""
+
+    def __init__(self, keys: Mapping[str, Iterable[str]]) -> None:
+        """Keys by tenant. ConfigError when two tenants have the same, or a key is none."""
+        self._tenants: dict[bytes, str] = {}
+        for tenant, its in keys.items():
+            for key in its:
+                if not key or not key.isascii() or not key.isprintable() or " " in key:
+                    raise ConfigError(
+                        f"a key of tenant {tenant} must be at least 1 printable ASCII character without spaces",
+                        key=tenant,
+                    )
+                other = self._tenants.setdefault(_digest(key), tenant)
+                if other != tenant:
+                    raise ConfigError(f"tenants {other} and {tenant} have the same key", key=tenant)
+
+    def tenant(self, authorization: str | None) -> str:
+        """Whose key the header carries; DEFAULT_TENANT where there are no keys at all, Unauthenticated if nobody's."""
+        if not self._tenants:
+            return DEFAULT_TENANT
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
+        tenant = self._tenants.get(_digest(key.strip()))
+        if tenant is None:
+            raise Unauthenticated("the API key is not known here")
+        return tenant
+
+
+def load_keyring(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> Keyring:
+    """ConfigError names the file or the variable that is not there."""
+    keys: dict[str, list[str]] = {DEFAULT_TENANT: list(config.router.api_keys)}
+    for name, tenant in config.tenants.items():
+        keys.setdefault(name, []).extend(_keys_of(name, tenant, environ))
+    return Keyring(keys)
+
+
+def _keys_of(name: str, tenant: TenantConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    for variable in tenant.key_env:
+        if not environ.get(variable):
+            key = f"tenants.{name}.key_env"
+            raise ConfigError(f"{key}: the environment variable {variable} must hold a key, and is not set", key=key)
+        yield environ[variable].strip()
+    for file in tenant.key_files:
+        key = f"tenants.{name}.key_files"
+        try:
+            lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key}: cannot read {file}: {type(error).__name__}", key=key) from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"{key}: {file} must hold at least one key, a line each", key=key)
+        yield from found
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(errors="replace"), digest_size=32).digest()

@@ -1,0 +1,92 @@
+"""What is measured of requests. Labels are bounded: tenants and classes are configured ones, the rest closed sets."""
+
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from headrace import metrics
+from headrace.values import Role
+from router.flight import STATES, Flight
+
+SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
+FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
+PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
+INDEX_FALLBACKS = Counter(metrics.INDEX_FALLBACKS, "Placements that passed over the index for a worker.", ["reason"])
+
+_REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["model", "outcome"])
+_ADMISSIONS = Counter(metrics.ADMISSIONS, "New requests by what admission decided.", ["tenant", "outcome"])
+_TENANT_TOKENS = Counter(metrics.TENANT_TOKENS, "Tokens of the requests that ended.", ["tenant", "kind"])
+_SLO = Counter(metrics.SLO, "Requests of a class with targets, by what they missed.", ["service_class", "outcome"])
+_SHARED = Counter(metrics.SHARED_ANSWERS, "Answers that cost no new tokens, and those kept.", ["tenant", "how"])
+_READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
+_IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["state"])
+_QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.")
+_TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.")
+_TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
+_E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
+_PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
+_ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
+_ERROR = Gauge(
+    metrics.INDEX_ERROR, "Tokens that the mirror promised and the worker did not have, of those promised.", ["worker"]
+)
+
+
+def watch(num_ready: Callable[[Role], int], num_in: Callable[[str], int]) -> None:
+    """What is read whenever somebody asks for it."""
+    for role in Role:
+        _READY.labels(role.value).set_function(partial(num_ready, role))
+    for state in STATES:
+        _IN_FLIGHT.labels(state).set_function(partial(num_in, state))
+
+
+def admission(tenant: str, outcome: str) -> None:
+    _ADMISSIONS.labels(tenant, outcome).inc()
+
+
+def shared(tenant: str, how: str) -> None:
+    _SHARED.labels(tenant, how).inc()
+
+
+def waited(flight: Flight) -> None:
+    """It is the request's turn."""
+    _QUEUE.observe(flight.queue_seconds)
+
+
+def first_token(seconds: float) -> None:
+    _TTFT.observe(seconds)
+
+
+def truth(worker_id: str, predicted_tokens: int, found_tokens: int, error: float) -> None:
+    """What the index said of a worker, against what it found."""
+    _PREDICTED.labels(worker_id).inc(predicted_tokens)
+    _ACTUAL.labels(worker_id).inc(found_tokens)
+    _ERROR.labels(worker_id).set(error)
+
+
+def finished(flight: Flight, now: float) -> None:
+    _E2E.observe(now - flight.began)
+    tpot_seconds = flight.tpot_seconds(now)
+    if tpot_seconds is not None:
+        _TPOT.observe(tpot_seconds)
+
+
+def ended(flight: Flight, now: float) -> None:
+    """The request is over, whichever way."""
+    job = flight.job
+    _REQUESTS.labels(job.model, flight.outcome).inc()
+    usage = flight.usage()
+    if flight.first_token_at is not None:
+        for kind, number in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("generated", flight.num_generated),
+        ):
+            _TENANT_TOKENS.labels(job.tenant, kind).inc(number)
+    if not job.targets or flight.outcome == "cancelled":
+        return
+    if flight.outcome == "finished" and flight.first_token_at is not None:
+        outcome = job.targets.judge(flight.first_token_at - flight.began, flight.tpot_seconds(now))
+    else:
+        outcome = "failed"
+    _SLO.labels(job.service_class, outcome).inc()

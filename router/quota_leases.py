@@ -1,0 +1,176 @@
+"""Slices of tenants' quotas, leased from Redis in the background: what a router may spend without asking (ADR 7).
+
+Each tenant's quotas are one hash in Redis. One script changes it, on Redis's own time: it refills what is unleased, takes
+back what routers do not need, and grants what they would like to hold, as far as there is some. A router that was not
+heard for a lease is forgotten, with what it held of a rate as spent. No request waits for any of this.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from redis.exceptions import RedisError
+
+from headrace import metrics
+from headrace.clock import Clock
+from headrace.errors import Unavailable
+from headrace.keys import Keys
+from router.decisions.quotas import Grant, Kind, Quotas, Report
+from router.follow import Store
+
+log = logging.getLogger(__name__)
+
+IDLE_TENANTS_A_SECOND = 100  # that Redis is asked about though nothing moved
+KEEP_SECONDS = 3600  # of a quota that nobody uses; it is full again long before
+
+_LEFT = Gauge(metrics.QUOTA_LEFT, "What this router may spend of a quota without asking.", ["tenant", "quota"])
+_LEASES = Counter(metrics.QUOTA_LEASES, "Rounds of leasing quotas.", ["outcome"])
+
+# Fields: r:ROUTER when its lease ends · h:KIND:ROUTER what it holds · w:KIND:ROUTER until when it counts as short of it ·
+# l:KIND what is unleased, t:KIND since when. Times in ms. A rate's level may go below 0: that is owed.
+SCRIPT = """
+local key, router, lease_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local flat, f, live, gone = redis.call('HGETALL', key), {}, {}, {}
+for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+for field, value in pairs(f) do
+  if string.sub(field, 1, 2) == 'r:' and field ~= 'r:' .. router then
+    local other = string.sub(field, 3)
+    if tonumber(value) < now then gone[#gone + 1] = other else live[#live + 1] = other end
+  end
+end
+for _, other in ipairs(gone) do
+  redis.call('HDEL', key, 'r:' .. other)
+  for _, kind in ipairs({'requests', 'tokens', 'concurrency'}) do
+    redis.call('HDEL', key, 'h:' .. kind .. ':' .. other, 'w:' .. kind .. ':' .. other)
+  end
+end
+redis.call('HSET', key, 'r:' .. router, now + lease_ms)
+local answers = {}
+for i = 3, #ARGV, 8 do
+  local kind, capacity, rate = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+  local holding, given_back, minted = tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
+  local target, hungry = tonumber(ARGV[i + 6]), ARGV[i + 7] == '1'
+  local others, others_hungry, level = 0, 0, 0
+  for _, other in ipairs(live) do
+    others = others + tonumber(f['h:' .. kind .. ':' .. other] or '0')
+    if tonumber(f['w:' .. kind .. ':' .. other] or '0') > now then others_hungry = 1 end
+  end
+  if rate == 0 then
+    level = capacity - others - holding
+  else
+    level = tonumber(f['l:' .. kind] or capacity)
+    level = level + (now - tonumber(f['t:' .. kind] or now)) / 1000 * rate + given_back - minted
+    level = math.max(math.min(level, capacity - others - holding), -capacity)
+  end
+  local amount = math.max(math.floor(math.min(target - holding, level)), 0)
+  holding, level = holding + amount, level - amount
+  redis.call('HSET', key, 'h:' .. kind .. ':' .. router, string.format('%.3f', holding),
+    'l:' .. kind, string.format('%.3f', level), 't:' .. kind, now,
+    'w:' .. kind .. ':' .. router, (hungry and holding < target) and now + math.floor(lease_ms / 4) or 0)
+  answers[#answers + 1] = {kind, amount, #live + 1, others_hungry}
+end
+redis.call('EXPIRE', key, %d)
+return answers
+""".replace("%d", str(KEEP_SECONDS))
+
+
+class QuotaLeases:
+    """Leases for one router's Quotas, until it ends."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        router_id: str,
+        quotas: Quotas,
+        clock: Clock,
+        *,
+        lease_seconds: float = 10.0,
+        sync_seconds: float = 0.5,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._router_id = router_id
+        self._quotas = quotas
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+        self._sync_seconds = sync_seconds
+        self._idle_seconds = min(max(2 * sync_seconds, len(quotas.tenants) / IDLE_TENANTS_A_SECOND), lease_seconds / 4)
+        self._asked_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Leases until cancelled, and then gives back what is left. The first round is the caller's: before it nothing is
+        spent."""
+        try:
+            while True:
+                await asyncio.sleep(self._sync_seconds)
+                await self.sync()
+        finally:
+            await self._give_back()
+
+    async def sync(self) -> None:
+        """One round: all tenants whose slices moved, and the others now and then, in one round trip."""
+        now = self._clock.now()
+        tenants = [tenant for tenant in self._quotas.tenants if self._is_due(tenant, now)]
+        if not tenants:
+            return
+        reports = {tenant: self._quotas.report(tenant, now) for tenant in tenants}
+        try:
+            answers = await self._store.call(lambda redis: self._ask(redis, reports))
+        except (Unavailable, RedisError) as error:
+            _LEASES.labels("failed").inc()
+            log.warning("quotas are not leased just now: %s", error)
+            for tenant in tenants:
+                self._quotas.unheard(tenant, now)
+            return
+        _LEASES.labels("leased").inc()
+        for tenant, answer in zip(tenants, answers, strict=True):
+            self._asked_at[tenant] = now
+            self._quotas.granted(tenant, map(_grant, answer), now)
+            for its in self._quotas.slices(tenant):
+                _LEFT.labels(tenant, its.kind.value).set(its.balance)
+
+    def _is_due(self, tenant: str, now: float) -> bool:
+        asked = self._asked_at.get(tenant, float("-inf"))
+        return now - asked >= self._idle_seconds or not all(its.is_idle for its in self._quotas.slices(tenant))
+
+    async def _ask(self, redis: Any, reports: dict[str, list[Report]]) -> list[Any]:
+        async with redis.pipeline(transaction=False) as pipe:
+            for tenant, its in reports.items():
+                pipe.eval(SCRIPT, 1, self._keys.tenant(tenant), *self._arguments(its))
+            answers: list[Any] = await pipe.execute()
+        return answers
+
+    def _arguments(self, reports: Sequence[Report]) -> list[str]:
+        """Names as they are, numbers without a needless fraction."""
+        numbers = [self._router_id, f"{self._lease_seconds * 1000:.0f}"]
+        for its in reports:
+            amounts = (its.capacity, its.per_second, its.holding, its.given_back, its.minted, its.target)
+            numbers += [its.kind.value, *(f"{amount:.6f}" for amount in amounts), str(int(its.hungry))]
+        return numbers
+
+    async def _give_back(self) -> None:
+        """A router that ends is not waited for until its lease does."""
+        reports = {tenant: self._quotas.last_report(tenant) for tenant in self._quotas.tenants}
+        try:
+            await self._store.call(lambda redis: self._leave(redis, reports))
+        except (Unavailable, RedisError) as error:
+            log.warning("quotas were not given back, and come back when the lease ends: %s", error)
+
+    async def _leave(self, redis: Any, reports: dict[str, list[Report]]) -> None:
+        async with redis.pipeline(transaction=True) as pipe:
+            for tenant, its in reports.items():
+                key = self._keys.tenant(tenant)
+                pipe.eval(SCRIPT, 1, key, *self._arguments(its))
+                fields = [f"{field}:{report.kind.value}:{self._router_id}" for report in its for field in "hw"]
+                pipe.hdel(key, f"r:{self._router_id}", *fields)
+            await pipe.execute()
+
+
+def _grant(answer: Sequence[Any]) -> Grant:
+    kind, amount, num_routers, others_hungry = answer
+    return Grant(Kind(kind.decode()), float(amount), int(num_routers), bool(others_hungry))
