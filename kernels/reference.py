@@ -4,6 +4,8 @@ Shape suffixes as in kernels.ops; C positions of one row's context, Q tokens of 
 the inputs are; results are rounded once.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -101,3 +103,12 @@ def _attend(q_QHE: Tensor, keys_KCE: Tensor, values_KCE: Tensor, scale: float) -
 def _rotate(x_TNE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     low, high = x_TNE.float().chunk(2, -1)
     return torch.cat((low * cos_T1F - high * sin_T1F, high * cos_T1F + low * sin_T1F), -1).to(x_TNE.dtype)
+
+
+def sum_over_ranks(parts: Sequence[Tensor]) -> Tensor:
+    """What kernels.all_reduce makes of each rank's part: float32 sums in the order of ranks, which start at +0.0, in the
+    parts' dtype."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part
+    return total.to(parts[0].dtype)

@@ -47,6 +47,13 @@ class PullTile:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceTile:
+    num_programs: int
+    elements: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     decode: DecodeTile
     decode_many: DecodeTile  # where there are rows enough for every multiprocessor
@@ -57,6 +64,7 @@ class Tuning:
     sample: RowTile
     sample_floor: RowTile
     pull: PullTile
+    reduce: ReduceTile
 
     @classmethod
     def read(cls, path: Path) -> "Tuning":
@@ -71,6 +79,7 @@ class Tuning:
             RowTile(**tiles["sample"]),
             RowTile(**tiles["sample_floor"]),
             PullTile(**tiles["pull"]),
+            ReduceTile(**tiles["reduce"]),
         )
 
 

@@ -131,7 +131,7 @@ def idle_fraction(draw: random.Random) -> Row:
     def make(spec: WorkerSpec, rank: int, store: Store) -> Runner:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        context = form(ParallelLayout(), 0, None, "nccl", device=device)
+        context = form(ParallelLayout(), 0, None, device=device)
         checkpoint = Checkpoint.open(spec.model_path)
         runner = _Recording(checkpoint, ParallelLayout(), 0, engine, context, fill=random_weights)
         runner.plans = []

@@ -70,7 +70,7 @@ def start(folder: str, began: float) -> dict[str, float]:
         torch.cuda.synchronize()
         marks["weights"] = time.time()
 
-    context = form(ParallelLayout(), 0, None, "nccl", device=torch.device("cuda", 0))
+    context = form(ParallelLayout(), 0, None, device=torch.device("cuda", 0))
     runner = Runner(Checkpoint.open(folder), ParallelLayout(), 0, ENGINE, context, fill=fill)
     runner.warm_up()
     torch.cuda.synchronize()

@@ -103,7 +103,7 @@ class OneRank:
 
     def __init__(self, shape: dict[str, Any], engine: EngineConfig = ENGINE, *, graphs: bool = True) -> None:
         self._engine, self._vocab_size = engine, int(shape["vocab_size"])
-        context = form(ParallelLayout(), 0, None, "nccl", device=torch.device("cuda", 0))
+        context = form(ParallelLayout(), 0, None, device=torch.device("cuda", 0))
         checkpoint = Checkpoint.open(shape_folder(shape))
         self.runner = Runner(checkpoint, ParallelLayout(), 0, engine, context, fill=random_weights, graphs=graphs)
         self.scheduler = scheduler_of(engine, self._vocab_size)

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,11 +46,14 @@ class RankProcesses:
 
 
 @contextmanager
-def rank_processes(size: int) -> Iterator[RankProcesses]:
+def rank_processes(size: int, device: str = "cpu", preload: Sequence[str] = ()) -> Iterator[RankProcesses]:
+    """On "cuda" each sees a GPU of its own alone. `preload`: what their jobs need, imported in this order."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.model_steps", __name__, "pytest"])
+    server.set_forkserver_preload([*preload, "tests.model_steps", __name__, "pytest"])
     ends = [server.Pipe() for _ in range(size)]
-    ranks = [server.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in ends]
+    ranks = [
+        server.Process(target=_serve, args=(theirs, rank, device), daemon=True) for rank, (_, theirs) in enumerate(ends)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for rank in ranks:
             rank.start()
@@ -65,13 +68,20 @@ def rank_processes(size: int) -> Iterator[RankProcesses]:
                     rank.join()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, rank: int, device: str) -> None:
     torch.set_num_threads(1)
+    where = torch.device(device)
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        where = torch.device("cuda", 0)
+        torch.cuda.set_device(where)
     while (order := pipe.recv()) is not None:
         layout, rank, store, job, args = order
         try:
-            context: RankContext = form(layout, rank, distributed.FileStore(store, layout.world_size))
+            files = distributed.FileStore(store, layout.world_size)
+            context: RankContext = form(layout, rank, files, device=where)
             pipe.send(job(context, *args))
+            context.close()
         except Exception as error:  # raised again where the test runs
             pipe.send(error)
     os._exit(0)  # without torch's teardown, which takes seconds

@@ -66,6 +66,12 @@ class ToyRunner:
     def warm_up(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
     def launch(self, plan: StepPlan) -> Launched:
         if not self.toy.awaited:
             return self._run(plan)

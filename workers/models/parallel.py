@@ -2,19 +2,23 @@
 
 Tensor parallel ranks sum and gather within a stage; pipeline stages pass the residual stream on, and the last one
 passes what it drew back to the first. The groups are process groups of torch built directly, not through its global
-default: a process may hold groups of several workers, and closing one leaves the others alone. NCCL swaps the back end
-and nothing else.
+default: a process may hold groups of several workers, and closing one leaves the others alone. On GPUs NCCL is the
+back end, and small sums go through memory that the ranks of a machine have mapped of each other (workers.models.meeting).
 """
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.values import ParallelLayout
+
+if TYPE_CHECKING:
+    from workers.models.meeting import SmallSums
 
 # torch ships no types for its process groups and stores
 Group = Any
@@ -25,13 +29,15 @@ Store = Any
 @dataclass(frozen=True)
 class RankContext:
     """This rank's place. `tp_group` is None when tp is 1, `pp_group` when pp is 1; ranks in them are numbered by tp rank
-    and by stage. All ranks of a group make the same calls in the same order."""
+    and by stage. All ranks of a group make the same calls in the same order. `small_sums`: what sums small tensors
+    instead of the tp group, where there is such."""
 
     layout: ParallelLayout
     rank: int
     device: torch.device
     tp_group: Group | None = None
     pp_group: Group | None = None
+    small_sums: "SmallSums | None" = None
 
     @property
     def tp_rank(self) -> int:
@@ -56,8 +62,12 @@ class RankContext:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the stage's ranks, in place."""
-        if self.tp_group is not None:
-            self.tp_group.allreduce([x]).wait()
+        if self.small_sums is not None and self.small_sums.take(x):
+            self.small_sums.add_up(x)
+        elif self.tp_group is not None:
+            options = distributed.AllreduceOptions()
+            options.asyncOp = False  # on the stream of the step, which a graph then holds whole
+            self.tp_group.allreduce([x], options).wait()
         return x
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
@@ -66,7 +76,7 @@ class RankContext:
             return [x]
         parts = [torch.empty_like(x) for _ in range(self.layout.tp)] if self.tp_rank == 0 else None
         options = distributed.GatherOptions()
-        options.rootRank = 0
+        options.rootRank, options.asyncOp = 0, False
         self.tp_group.gather([] if parts is None else [parts], [x], options).wait()
         return parts
 
@@ -74,7 +84,7 @@ class RankContext:
         """tp rank 0's x on all ranks of the stage, in place."""
         if self.tp_group is not None:
             options = distributed.BroadcastOptions()
-            options.rootRank = 0
+            options.rootRank, options.asyncOp = 0, False
             self.tp_group.broadcast([x], options).wait()
         return x
 
@@ -88,34 +98,61 @@ class RankContext:
         assert self.pp_group is not None
         return self.pp_group.recv([x], stage, 0)
 
+    def close(self) -> None:
+        """Leaves the groups: called by all ranks, after the same calls, when nothing holds their operations any more."""
+        if self.device.type == "cuda":
+            for group in self._groups:
+                group.shutdown()
+
+    def abandon(self) -> None:
+        """A rank is lost: what waits for it on the device ends, and its results are worth nothing. From any thread. On a
+        CPU its closed connections do that."""
+        if self.small_sums is not None:
+            self.small_sums.abandon()
+        if self.device.type == "cuda":
+            for group in self._groups:
+                group.abort()
+
+    @property
+    def _groups(self) -> list[Group]:
+        return [group for group in (self.tp_group, self.pp_group) if group is not None]
+
 
 def form(
     layout: ParallelLayout,
     rank: int,
     store: Store,
-    backend: str = "gloo",
     *,
     device: torch.device | None = None,
     timeout_seconds: float = 60.0,
 ) -> RankContext:
-    """Joins this rank with the others of its worker, who meet at `store`; blocks until all have."""
+    """Joins this rank with the others of its worker, who meet at `store`; blocks until all have. ConfigError where two of
+    them are on one GPU."""
     place = RankContext(layout, rank, device or torch.device("cpu"))
-    tp_group = pp_group = None
+    on_gpus = place.device.type == "cuda"
+    tp_group = pp_group = small_sums = None
+    if on_gpus and layout.world_size > 1:
+        from workers.models.meeting import own_device_each, place_of
+
+        own_device_each(store, rank, layout.world_size, place_of(place.device))
     if layout.tp > 1:
         here = PrefixStore(f"tp/{place.stage}", store)
-        tp_group = _group(backend, here, place.tp_rank, layout.tp, timeout_seconds)
+        tp_group = _group(place.device, here, place.tp_rank, layout.tp, timeout_seconds)
+        if on_gpus:
+            from workers.models.meeting import DeviceMemory, meet
+
+            small_sums = meet(here, place.tp_rank, layout.tp, place.device, DeviceMemory(place.device))
     if layout.pp > 1:
         here = PrefixStore(f"pp/{place.tp_rank}", store)
-        pp_group = _group(backend, here, place.stage, layout.pp, timeout_seconds)
-    return RankContext(layout, rank, place.device, tp_group, pp_group)
+        pp_group = _group(place.device, here, place.stage, layout.pp, timeout_seconds)
+    return RankContext(layout, rank, place.device, tp_group, pp_group, small_sums)
 
 
-def _group(backend: str, store: Store, rank: int, size: int, timeout_seconds: float) -> Group:
+def _group(device: torch.device, store: Store, rank: int, size: int, timeout_seconds: float) -> Group:
     timeout = timedelta(seconds=timeout_seconds)
-    if backend == "gloo":
+    if device.type != "cuda":
         return distributed.ProcessGroupGloo(store, rank, size, timeout)
-    if backend == "nccl":
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return distributed.ProcessGroupNCCL(store, rank, size, options)
-    raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast that goes wrong takes the host's GPUs with it
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, size, options)

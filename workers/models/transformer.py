@@ -28,6 +28,7 @@ class Transformer:
         parts = Parts(context, dtype)
         self._ops = ops
         self._eps = config.rms_norm_eps
+        self.hidden_size = config.hidden_size
         first, last = shard(config.shape, context.layout, context.rank).layers
         self._cos_sin_PE = cos_sin_table(config.rope, config.head_dim, max_context_tokens, context.device)
         self._layers = [Layer(config, parts, ops, layer, layer - first) for layer in range(first, last)]

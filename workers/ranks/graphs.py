@@ -1,5 +1,6 @@
-"""Decode steps as CUDA graphs: a whole step, from numbers of the host to logits, captured once for each of a few numbers
-of rows, and replayed.
+"""Decode steps as CUDA graphs: a stage's whole step, from numbers of the host to logits or to the residual stream for the
+next stage, captured once for each of a few numbers of rows, and replayed. What the ranks of a stage sum and gather is in
+them; what goes from stage to stage is not.
 
 A step is some 330 launches, which Python makes more slowly than a GPU carries them out at small batches. Steps of other
 numbers of rows use the next larger graph; rows beyond the step's own are padding, which writes no K and V and is read
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionBatch
+from workers.models.parallel import RankContext
 from workers.models.transformer import Transformer
 from workers.ranks.rows import DecodeInputs, Rows
 
@@ -24,8 +26,8 @@ def graph_sizes(most: int) -> list[int]:
     return sizes[: bisect_left(sizes, most) + 1]
 
 
-# a graph, and what its replay fills
-Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+# a graph, and what its replay fills: None on ranks that have no logits
+Captured = tuple[torch.cuda.CUDAGraph, Tensor | None]
 
 
 class GraphMemory:
@@ -35,8 +37,9 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None  # torch names no type for it; None makes one
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, step: Callable[[], Tensor]) -> Captured:
+    def capture(self, step: Callable[[], Tensor | None]) -> Captured:
         """The launches of `step`, which runs once before, so that its kernels are compiled."""
         step()
         torch.cuda.synchronize(self._device)
@@ -45,14 +48,30 @@ class GraphMemory:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             filled = step()
         self._pool = graph.pool()
+        self._graphs.append(graph)
         return graph, filled
+
+    def close(self) -> None:
+        """Lets go of the graphs, none of which is replayed any more: what their operations go through may be closed then."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 class DecodeGraphs:
-    """Owns the graphs and the buffers whose addresses they hold. One rank alone, whose every row computes one token."""
+    """Owns the graphs and the buffers whose addresses they hold. Every row computes one token."""
 
-    def __init__(self, model: Transformer, pool: Tensor, rows: Rows, memory: GraphMemory, max_rows: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        pool: Tensor,
+        rows: Rows,
+        memory: GraphMemory,
+        max_rows: int,
+        context: RankContext,
+    ) -> None:
         self._model, self._pool, self._rows, self._memory = model, pool, rows, memory
+        self._context = context
         self._sizes = graph_sizes(max_rows)
         most, device = self._sizes[-1], pool.device
         self._captured: dict[int, Captured] = {}
@@ -60,6 +79,8 @@ class DecodeGraphs:
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._contexts = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
+        width = 0 if context.is_first_stage else model.hidden_size
+        self._entering = torch.zeros(most, width, dtype=pool.dtype, device=device)
 
     def prepare(self) -> None:
         """Captures all of them, the largest first: the smaller ones then fit into its memory."""
@@ -70,12 +91,17 @@ class DecodeGraphs:
         """The columns that inputs of so many rows have."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def logits(self, inputs: DecodeInputs) -> Tensor:
-        """[rows, vocabulary], valid until the next call."""
-        graph, logits_RV = self._graph(inputs.numbers.shape[1])
+    def entering(self, num_rows: int) -> Tensor:
+        """Where a later stage's next replay finds the residual stream of these rows."""
+        return self._entering[:num_rows]
+
+    def replay(self, inputs: DecodeInputs) -> Tensor | None:
+        """What the stage ends with, [rows, vocabulary or model width], valid until the next call; None on ranks of the last
+        stage that have no logits."""
+        graph, leaving = self._graph(inputs.numbers.shape[1])
         self._numbers[: inputs.numbers.numel()].copy_(inputs.numbers.view(-1))
         graph.replay()
-        return logits_RV[: inputs.num_rows]
+        return None if leaving is None else leaving[: inputs.num_rows]
 
     def _graph(self, size: int) -> Captured:
         """Captured over padding alone, once its kernels are compiled: what the pool holds stays as it is."""
@@ -86,9 +112,10 @@ class DecodeGraphs:
             self._captured[size] = self._memory.capture(lambda: self._step(size))
         return self._captured[size]
 
-    def _step(self, size: int) -> Tensor:
+    def _step(self, size: int) -> Tensor | None:
         token_ids, positions, slots, rows, contexts = DecodeInputs.fields(self._numbers[: 5 * size].view(5, size))
-        self._rows.fill_late(token_ids, rows)
+        if self._context.is_first_stage:
+            self._rows.fill_late(token_ids, rows)
         self._contexts[:size].copy_(contexts)
         torch.index_select(self._rows.tables, 0, rows, out=self._tables[:size])
         batch = AttentionBatch(
@@ -101,7 +128,6 @@ class DecodeGraphs:
             max_query=1,
             max_context=self._tables.shape[1] * self._pool.shape[4],
         )
-        residual_TD = self._model.forward(self._model.embed(token_ids), self._pool, batch)
-        logits_RV = self._model.logits(residual_TD)
-        assert logits_RV is not None
-        return logits_RV
+        entering_TD = self._model.embed(token_ids) if self._context.is_first_stage else self._entering[:size]
+        leaving_TD = self._model.forward(entering_TD, self._pool, batch)
+        return self._model.logits(leaving_TD) if self._context.is_last_stage else leaving_TD

@@ -238,6 +238,8 @@ class RankExecutor:
         if not self._closed:
             for channel in self._channels.values():
                 channel.close()
+            if self._rank0 is not None:
+                self._rank0.abandon()
             self._failed.set_result(error)
 
     def _watch(self) -> None:

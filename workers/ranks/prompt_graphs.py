@@ -25,7 +25,7 @@ MOST_PROMPTS = 8
 
 
 class PromptGraphs:
-    """Owns the graphs and the buffers whose addresses they hold. One rank alone."""
+    """Owns the graphs and the buffers whose addresses they hold. For workers of one stage."""
 
     def __init__(
         self, model: Transformer, pool: Tensor, rows: Rows, memory: GraphMemory, max_rows: int, max_tokens: int
@@ -58,6 +58,7 @@ class PromptGraphs:
         graph, residual_TD = self._graph(inputs.shape)
         self._numbers[: inputs.shape.num_numbers].copy_(inputs.numbers)
         graph.replay()
+        assert residual_TD is not None
         return residual_TD
 
     @staticmethod

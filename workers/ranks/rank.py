@@ -67,6 +67,14 @@ class RankRunner(Protocol):
         """The result on the last stage's tp rank 0, None on all other ranks."""
         ...
 
+    def close(self) -> None:
+        """Called last, on all ranks alike, when their steps have ended."""
+        ...
+
+    def abandon(self) -> None:
+        """Another rank is lost: what waits for it ends soon. Called by any thread, at most once, beside anything."""
+        ...
+
 
 # (spec, rank, a torch.distributed store that all ranks of the worker share) → the rank's runner, weights loaded.
 # Sent to the other ranks by pickle: a function of a module, or a functools.partial of one.
@@ -189,6 +197,8 @@ class Rank:
         self._launched: SimpleQueue[tuple[int, float, UnderWay] | None] = SimpleQueue()
         self._ended_at = 0.0
         self._open: tuple[KvServer, PeerLinks] | None = None
+        self._runner: RankRunner | None = None
+        self._abandoned = False
         self._thread = self._run(f"rank{rank}", lambda: self._work(make))
 
     def tell(self, command: Command) -> None:
@@ -214,6 +224,12 @@ class Rank:
             server.close()
         self._thread.join(seconds)
 
+    def abandon(self) -> None:
+        """Another rank is lost, and what this one waits for will not come. Returns at once; close() is still to come."""
+        self._abandoned = True
+        if self._runner is not None:
+            self._run(f"rank{self._rank}-abandon", self._runner.abandon)
+
     @property
     def _links(self) -> PeerLinks:
         if self._open is None:
@@ -238,7 +254,7 @@ class Rank:
                 log.info("rank %d: rank 0 is gone, too", self._rank)
 
     def _work(self, make: Callable[[], RankRunner]) -> None:
-        runner = make()
+        runner = self._runner = make()
         runner.warm_up()
         held = shard(runner.shape, self._spec.layout, self._rank)
         seconds = self._spec.handoff.transfer_seconds
@@ -248,25 +264,31 @@ class Rank:
         awaiting = self._run(f"rank{self._rank}-results", self._await)
         try:
             self._reply(Ready(runner.shape, runner.num_blocks, runner.slab.block_bytes, server.endpoint))
-            while True:
-                match self._ordered.get():
-                    case Step(plan):
-                        began = time.perf_counter()
-                        match runner.launch(plan):
-                            case UnderWay() as under_way:
-                                self._launched.put((plan.number, began, under_way))
-                            case result:
-                                self._stepped(plan.number, began, result)
-                    case Digest(task, blocks):
-                        tp = self._spec.layout.tp
-                        self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
-                    case End():
-                        return
+            self._carry_out(runner, held)
         finally:
             self._launched.put(None)
             links.close()
             server.close()
             awaiting.join()
+        if not self._abandoned:
+            runner.close()
+
+    def _carry_out(self, runner: RankRunner, held: Shard) -> None:
+        """What was ordered, until the end is."""
+        while True:
+            match self._ordered.get():
+                case Step(plan):
+                    began = time.perf_counter()
+                    match runner.launch(plan):
+                        case UnderWay() as under_way:
+                            self._launched.put((plan.number, began, under_way))
+                        case result:
+                            self._stepped(plan.number, began, result)
+                case Digest(task, blocks):
+                    tp = self._spec.layout.tp
+                    self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
+                case End():
+                    return
 
     def _await(self) -> None:
         while (launched := self._launched.get()) is not None:
@@ -343,5 +365,8 @@ def _obey(channel: Channel, rank: int) -> None:
     try:
         while not isinstance(command := pickle.loads(channel.receive()), End):
             me.tell(command)
+    except ChannelClosed:
+        me.abandon()
+        raise
     finally:
         me.close(1.0)

@@ -43,17 +43,19 @@ WARM_UP = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
 GREEDY_WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 
 
-def make_runner(spec: WorkerSpec, rank: int, store: Store, *, record_margins: bool = False) -> "Runner":
+def make_runner(
+    spec: WorkerSpec, rank: int, store: Store, *, record_margins: bool = False, fill: Fill = load
+) -> "Runner":
     """A rank of the worker that `spec` describes, weights loaded; all its ranks meet at `store`. Sets the number of
-    torch's threads, which is the whole process's."""
+    torch's threads, which is the whole process's. On GPUs each rank of a machine has one of those that it sees."""
     torch.set_num_threads(spec.engine.torch_threads)
     checkpoint = Checkpoint.open(spec.model_path)
     device = torch.device("cpu")
     if spec.engine.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    context = form(spec.layout, rank, store, "nccl" if device.type == "cuda" else "gloo", device=device)
-    return Runner(checkpoint, spec.layout, rank, spec.engine, context, record_margins=record_margins)
+    context = form(spec.layout, rank, store, device=device)
+    return Runner(checkpoint, spec.layout, rank, spec.engine, context, record_margins=record_margins, fill=fill)
 
 
 def slab_of(shape: ModelShape, layout: ParallelLayout, rank: int, engine: EngineConfig) -> SlabLayout:
@@ -121,11 +123,14 @@ class Runner:
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
         blocks_per_row = -(-self.max_context_tokens // engine.block_size)
         self._rows = Rows(engine.max_num_seqs, blocks_per_row, engine.block_size, context.device)
-        self._graphs: tuple[DecodeGraphs, PromptGraphs] | None = None
-        if graphs and context.device.type == "cuda" and layout.world_size == 1:
-            parts, memory = (self._model, self.pool.tensor, self._rows), GraphMemory(context.device)
-            prompts = PromptGraphs(*parts, memory, engine.max_num_seqs, engine.max_step_tokens)
-            self._graphs = DecodeGraphs(*parts, memory, engine.max_num_seqs), prompts
+        self._graph_memory = GraphMemory(context.device)
+        self._decodes: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
+        if graphs and context.device.type == "cuda":
+            parts = (self._model, self.pool.tensor, self._rows, self._graph_memory, engine.max_num_seqs)
+            self._decodes = DecodeGraphs(*parts, context)
+            if layout.pp == 1:
+                self._prompts = PromptGraphs(*parts, engine.max_step_tokens)
         self._sampler: Sampler | None = None
         if context.samples:
             self._sampler = Sampler(
@@ -150,9 +155,9 @@ class Runner:
         self.run(StepPlan(-2, chunks[:1], 0, starts=(start,), ends=(0,)))
         self.run(StepPlan(-1, chunks[1:], 0))
         self.run(StepPlan(0, (), 0, ends=(0,)))
-        if self._graphs is not None:
-            with torch.inference_mode():
-                for graphs in self._graphs:
+        with torch.inference_mode():
+            for graphs in (self._decodes, self._prompts):
+                if graphs is not None:
                     graphs.prepare()
 
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -167,15 +172,26 @@ class Runner:
         self._change_rows(plan)
         if not plan.work:
             return self._answer(plan, None)
-        if self._graphs is not None:
-            decodes, prompts = self._graphs
-            if plan.num_decodes == len(plan.work):
-                inputs = self._rows.decode_inputs(plan, decodes.size_for(plan.num_decodes))
-                return self._draw(plan, decodes.logits(inputs), inputs.rows)
-            if (shape := prompts.shape_for(plan)) is not None:
-                padded = self._rows.prompt_inputs(plan, shape)
-                return self._draw_at(plan, prompts.residual(padded), padded)
+        if self._decodes is not None and plan.num_decodes == len(plan.work):
+            return self._replay_decodes(plan, self._decodes)
+        if self._prompts is not None and (shape := self._prompts.shape_for(plan)) is not None:
+            inputs = self._rows.prompt_inputs(plan, shape)
+            return self._draw_at(plan, self._prompts.residual(inputs), inputs)
         return self._launch_eagerly(plan)
+
+    def _replay_decodes(self, plan: StepPlan, graphs: DecodeGraphs) -> Launched:
+        inputs = self._rows.decode_inputs(plan, graphs.size_for(plan.num_decodes))
+        if self._passing is not None:  # the graph fills what that is being sent from
+            self._passing[1].wait()
+        if self._context.is_first_stage:
+            self._returning.collect()
+        else:
+            self._context.receive(graphs.entering(inputs.num_rows), self._context.stage - 1).wait()
+        leaving = graphs.replay(inputs)
+        if self._context.is_last_stage:
+            return self._draw(plan, leaving, inputs.rows)
+        assert leaving is not None
+        return self._leave(plan, leaving, inputs.rows)
 
     def _launch_eagerly(self, plan: StepPlan) -> Launched:
         """Every kernel by a launch of its own."""
@@ -183,8 +199,12 @@ class Runner:
         residual_TD = self._forward(inputs)
         if self._context.is_last_stage:
             return self._draw_at(plan, residual_TD, inputs)
+        return self._leave(plan, residual_TD, inputs.sample_rows)
+
+    def _leave(self, plan: StepPlan, residual_TD: Tensor, sample_rows: Tensor) -> Launched:
+        """A stage that another follows: the residual stream goes on, and what it draws will come back."""
         self._pass_on(residual_TD)
-        self._returning.expect(inputs.sample_rows)
+        self._returning.expect(sample_rows)
         return self._answer(plan, None)
 
     def _draw_at(self, plan: StepPlan, residual_TD: Tensor, inputs: StepInputs | PromptInputs) -> Launched:
@@ -199,6 +219,19 @@ class Runner:
         if self._passing is not None:
             self._passing[1].wait()
         self._returning.settle()
+
+    def close(self) -> None:
+        """Ends this rank's part in its groups, when every rank has carried out the same plans. Graphs go first: they hold
+        operations of the groups."""
+        self.settle()
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
+        self._graph_memory.close()
+        self._context.close()
+
+    def abandon(self) -> None:
+        """Another rank is lost: what waits for it here ends, with results that are worth nothing. From any thread."""
+        self._context.abandon()
 
     def _change_rows(self, plan: StepPlan) -> None:
         self.pool.set_epochs(plan.fresh)
