@@ -1,0 +1,281 @@
+"""Tensor and pipeline parallel ranks on GPUs of one host: the 70B shape cut to 20 layers, bf16, random weights, through the
+executor as workers use it.
+
+    python -m loadtests.bench_parallel [--out docs/benchmarks/parallel-CARD.json]
+
+tp2_speedup_b*   TPOT at tp 1 over TPOT at tp 2, at 1k of context; b64 likewise
+tp2_nccl_*       the same with every sum through NCCL
+pp2_speedup_b*   the same at pp 2: one batch passes from stage to stage, so about 1 is what there is to have
+sum_*_us         one all-reduce of so many bytes between two ranks, in a graph; peer: NCCL in a graph
+rank_kill_s      from SIGKILL of rank 1 in mid-decode to the failure of all that waits, and to the end of close()
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from headrace.blocks import BlockHasher
+from headrace.config import EngineConfig
+from headrace.values import ParallelLayout, Request, RequestKey, Role, SamplingParams
+from loadtests import bench_gpu
+from loadtests.report import Report, Row, add_arguments
+from workers.models.checkpoint import Checkpoint
+from workers.models.parallel import form
+from workers.ranks.build import build_executor
+from workers.ranks.group import RankExecutor
+from workers.ranks.rank import MakeRunner
+from workers.ranks.runner import Runner, make_runner
+from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.plan import StepResult
+from workers.scheduling.scheduler import Scheduler, SchedulerLimits
+from workers.spec import WorkerSpec
+
+SHAPE = {
+    **bench_gpu.SHAPE,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 64,
+}
+VOCAB_SIZE = int(str(SHAPE["vocab_size"]))
+CONTEXT, DECODES, MAX_CONTEXT_TOKENS, MAX_STEP_TOKENS, BLOCK_SIZE = 1024, 160, 2048, 8192, 32
+BATCHES = (1, 64)
+SETTLED = 16  # decode steps that count for nothing
+SPEEDUP_MUST, SPEEDUP_AIM = 1.7, 1.85
+SUM_BYTES = (2**14, 2**18, 2**20, 2**22)
+
+
+def nccl_runner(spec: WorkerSpec, rank: int, store: Any) -> Runner:
+    """A rank whose every sum is NCCL's."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    context = dataclasses.replace(form(spec.layout, rank, store, device=device), small_sums=None)
+    checkpoint = Checkpoint.open(spec.model_path)
+    return Runner(checkpoint, spec.layout, rank, spec.engine, context, fill=bench_gpu.random_weights)
+
+
+RANDOM: MakeRunner = functools.partial(make_runner, fill=bench_gpu.random_weights)
+
+
+@contextmanager
+def executor_of(
+    layout: ParallelLayout, folder: pathlib.Path, num_blocks: int, runner: MakeRunner = RANDOM
+) -> Iterator[RankExecutor]:
+    engine = EngineConfig(
+        device="cuda",
+        dtype="bfloat16",
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_seqs=max(BATCHES),
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+    )
+    spec = WorkerSpec("bench", 1, Role.UNIFIED, str(folder), layout, engine)
+    began = time.perf_counter()
+    executor = build_executor(spec, make_runner=runner)
+    print(f"  {layout} ready in {time.perf_counter() - began:.1f} s", flush=True)
+    try:
+        yield executor
+    finally:
+        began = time.perf_counter()
+        executor.close()
+        print(f"  closed in {time.perf_counter() - began:.2f} s", flush=True)
+
+
+class Loop:
+    """Scheduler and executor, one step ahead, without a service."""
+
+    def __init__(self, executor: RankExecutor) -> None:
+        self._executor = executor
+        self._draw = random.Random(0)
+        self._number = 0
+        self._flights: deque[tuple[bool, Future[StepResult]]] = deque()
+        self._scheduler = Scheduler(
+            SchedulerLimits(max(BATCHES), MAX_STEP_TOKENS, MAX_CONTEXT_TOKENS, 100_000, 10.0),
+            BlockLedger(executor.num_blocks, BLOCK_SIZE),
+            lambda adapter, salt: BlockHasher(revision="r", kv_format="f", block_size=BLOCK_SIZE, cache_salt=salt),
+            vocab_size=VOCAB_SIZE,
+        )
+
+    def submit(self, num_requests: int, num_tokens: int, num_outputs: int) -> None:
+        for _ in range(num_requests):
+            self._number += 1
+            key = RequestKey(f"r{self._number}")
+            prompt = tuple(self._draw.randrange(1000, 120_000) for _ in range(num_tokens))
+            sampling = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+            self._scheduler.submit(Request(key, prompt, sampling, cache_salt=key.request_id), 0.0)
+
+    def steps(self) -> Iterator[tuple[bool, float]]:
+        """Until nothing is left: for each step whether all its rows decode, and when its result came."""
+        while True:
+            while len(self._flights) < 2 and (plan := self._scheduler.schedule(0.0)) is not None:
+                decodes = plan.num_decodes == len(plan.work) > 0
+                self._flights.append((decodes, self._executor.step(plan)))
+            if not self._flights:
+                break
+            decodes, future = self._flights.popleft()
+            result = future.result(60)
+            yield decodes, time.perf_counter()
+            self._scheduler.apply(result, 0.0)
+        self._scheduler.reset_cache()
+        self._scheduler.ledger.drain_events()
+
+    def tpot(self, batch: int) -> list[float]:
+        """Milliseconds between the results of decode steps of `batch` rows."""
+        self.submit(batch, CONTEXT, DECODES)
+        times = [at for decodes, at in self.steps() if decodes]
+        times = times[SETTLED : DECODES - SETTLED]
+        return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+
+    def prefill_seconds(self, num_requests: int, num_tokens: int) -> float:
+        self.submit(num_requests, num_tokens, 1)
+        began = time.perf_counter()
+        for _ in self.steps():
+            pass
+        return time.perf_counter() - began
+
+
+def decode_all(executor: RankExecutor) -> dict[int, list[float]]:
+    loop = Loop(executor)
+    for batch in BATCHES:
+        loop.submit(batch, 32, 4)
+        for _ in loop.steps():
+            pass
+    found = {}
+    for batch in BATCHES:
+        found[batch] = loop.tpot(batch)
+        print(f"  {executor.layout} batch {batch}: TPOT {statistics.median(found[batch]):.3f} ms", flush=True)
+    seconds = min(loop.prefill_seconds(8, 1024) for _ in range(2))
+    print(f"  {executor.layout} prefill: {8 * 1024 / seconds:.0f} tok/s", flush=True)
+    return found
+
+
+def killed_seconds(executor: RankExecutor) -> tuple[float, float]:
+    """From SIGKILL of rank 1 in mid-decode: to the failure of what waits, and from there to the end of close()."""
+    loop = Loop(executor)
+    loop.submit(8, CONTEXT, 900)
+    steps = loop.steps()
+    for _ in range(20):
+        next(steps)
+    executor._children[0].kill()
+    began = time.perf_counter()
+    try:
+        for _ in steps:
+            pass
+    except Exception as error:
+        print(f"  {type(error).__name__}: {error}", flush=True)
+    failed = time.perf_counter()
+    executor.close()
+    return failed - began, time.perf_counter() - failed
+
+
+def sum_times(rank: int, folder: str, queue: Any) -> None:
+    """Microseconds of one all-reduce in a graph of 64, ours and NCCL's, by size."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = FileStore(f"{folder}/sums", 2)
+    context = form(ParallelLayout(2, 1), rank, store, device=device)
+    found: dict[str, list[float]] = {}
+    graphs = []
+    for name, where in (("ours", context), ("nccl", dataclasses.replace(context, small_sums=None))):
+        for num_bytes in SUM_BYTES:
+            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+            where.all_reduce(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(64):
+                    where.all_reduce(x)
+            graphs.append(graph)
+            samples = []
+            for _ in range(6):
+                graph.replay()
+                torch.cuda.synchronize()
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                for _ in range(5):
+                    graph.replay()
+                ended.record()
+                torch.cuda.synchronize()
+                samples.append(began.elapsed_time(ended) * 1e3 / 320)
+            found[f"{name} {num_bytes}"] = samples[1:]
+    for graph in graphs:
+        graph.reset()
+    context.close()
+    queue.put((rank, found))
+
+
+def sums() -> dict[str, list[float]]:
+    spawn = torch.multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [spawn.Process(target=sum_times, args=(rank, folder, queue)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        found = dict(queue.get(timeout=120) for _ in ranks)
+        for rank in ranks:
+            rank.join()
+    return dict(found[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=20, help="fewer than 20 only to try the bench itself")
+    parser.add_argument("--blocks", type=int, default=3000)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    from loadtests.bench_parallel import nccl_runner  # by a name that the other ranks know
+
+    card = torch.cuda.get_device_properties(0)
+    report = Report("parallel", ("torch", "triton"), hardware=f"2 × {card.name}, {card.total_memory / 2**30:.0f} GiB")
+    folder = pathlib.Path(tempfile.mkdtemp())
+    shape = {**SHAPE, "num_hidden_layers": arguments.layers}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+
+    times = sums()
+    for num_bytes in SUM_BYTES:
+        samples, peers = times[f"ours {num_bytes}"], times[f"nccl {num_bytes}"]
+        value, peer = statistics.median(samples), statistics.median(peers)
+        name = f"sum_{num_bytes // 1024}kib_us"
+        report.add(Row(name, value, "us", "lower", None, None, samples, peer, "NCCL", peer / value))
+
+    alone: dict[int, list[float]] = {}
+
+    def compare(name: str, found: dict[int, list[float]], must: float | None, aim: float | None) -> None:
+        for batch, samples in found.items():
+            one, other = statistics.median(alone[batch]), statistics.median(samples)
+            note = f"TPOT {one:.3f} ms at one rank, {other:.3f} ms"
+            row = Row(f"{name}_speedup_b{batch}", one / other, "ratio", "higher", must, aim, samples, note=note)
+            report.add(row)
+
+    with executor_of(ParallelLayout(), folder, arguments.blocks) as executor:
+        alone = decode_all(executor)
+    for batch, samples in alone.items():
+        report.add(Row(f"tp1_tpot_b{batch}_ms", statistics.median(samples), "ms", "lower", samples=samples))
+    with executor_of(ParallelLayout(2, 1), folder, arguments.blocks) as executor:
+        compare("tp2", decode_all(executor), SPEEDUP_MUST, SPEEDUP_AIM)
+        failed, closed = killed_seconds(executor)
+    report.add(Row("rank_kill_s", failed, "s", "lower", must=5.0, note=f"close() after it: {closed:.2f} s"))
+    with executor_of(ParallelLayout(2, 1), folder, arguments.blocks, nccl_runner) as executor:
+        compare("tp2_nccl", decode_all(executor), None, None)
+    with executor_of(ParallelLayout(1, 2), folder, arguments.blocks) as executor:
+        compare("pp2", decode_all(executor), None, None)
+    return report.close(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

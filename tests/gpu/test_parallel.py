@@ -1,0 +1,240 @@
+"""Ranks of one worker on two CUDA devices: sums, whole models against one CPU in float32, and what happens to the rest when
+one is killed. Where the ranks are this test's processes each sees its own device alone."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.config import EngineConfig
+from headrace.errors import WorkerLost
+from headrace.values import ParallelLayout, Role, SamplingParams
+from kernels.reference import sum_over_ranks
+from kernels.tuning import ReduceTile, tuning_of
+from tests import sum_jobs
+from tests.model_steps import Steps, alone, random_ids
+from tests.rank_processes import RankProcesses, rank_processes
+from tests.tiny import make_checkpoint, make_variant
+from workers.models.parallel import RankContext
+from workers.ranks.build import build_executor
+from workers.ranks.group import RankExecutor, RankLimits
+from workers.scheduling.plan import RowStart, RowWork, StepPlan
+from workers.spec import WorkerSpec
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+TP2, PP2 = ParallelLayout(2, 1), ParallelLayout(1, 2)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SHAPES = ((1,), (3, 577), (1, 8192), (37, 4096), (64, 8192), (200, 5120))
+LIMIT, MARGIN = 2e-2, 0.1  # as in test_engine
+DECODES = 6
+ENGINE = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_step_tokens": 256}
+ON_GPU = EngineConfig.model_validate({**ENGINE, "device": "cuda", "dtype": "bfloat16"})
+ON_CPU = EngineConfig.model_validate(ENGINE)
+SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with rank_processes(2, "cuda") as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["tuned", "small"])
+def test_sums_are_those_of_the_reference_to_the_bit(
+    ranks: RankProcesses, tmp_path: pathlib.Path, *, small: bool
+) -> None:
+    tile = ReduceTile(5, 256, 2) if small else tuning_of(torch.device("cuda", 0)).reduce
+    cases = sum_jobs.cases_of(SHAPES, DTYPES, 2)
+    found = ranks.run(TP2, sum_jobs.sum_cases, str(tmp_path / "store"), cases, tile, 2**22)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def wrong_sums(context: RankContext, replays: int) -> list[int]:
+    """A graph of many sums of several sizes, ours and NCCL's among each other, replayed back to back over new parts with
+    single sums between: how many of each size were wrong."""
+    device, rank = context.device, context.tp_rank
+    sizes = ((1, 8192), (64, 8192), (1, 8192), (600, 8192))
+    xs = [torch.zeros(size, dtype=torch.bfloat16, device=device) for size in sizes]
+    parts = [torch.zeros(2, *size, dtype=torch.bfloat16, device=device) for size in sizes]
+    wrong = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+
+    def step() -> None:
+        for number, x in enumerate(xs):
+            context.all_reduce(x.copy_(parts[number][rank]))
+            wrong[number] += (x != sum_over_ranks(list(parts[number]))).any()
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    generator = torch.Generator(device).manual_seed(7)
+    for number in range(replays):
+        for part in parts:
+            part.normal_(generator=generator)
+        graph.replay()
+        if number % 3 == 0:
+            step()
+    torch.cuda.synchronize()
+    graph.reset()
+    return list(wrong.tolist())
+
+
+def test_sums_in_graphs_stay_right_over_many_replays(ranks: RankProcesses) -> None:
+    assert ranks.run(TP2, wrong_sums, 400) == [[0] * 4] * 2
+
+
+def test_a_rank_that_gives_up_on_the_others_waits_for_nobody(ranks: RankProcesses, tmp_path: pathlib.Path) -> None:
+    assert ranks.run(TP2, sum_jobs.sums_that_nobody_joins, str(tmp_path / "store")) == [[True], [False]]
+
+
+def answer(context: RankContext, folder: pathlib.Path, engine: EngineConfig, named: list[Any] | None) -> dict[str, Any]:
+    """Two prompts, one whole and one in chunks, a third behind the first one's blocks, then steps of all three rows, of the
+    tokens named or of those drawn last."""
+    steps = Steps.of(folder, context, engine)
+    first, second = random_ids(70, 1), random_ids(45, 2)
+    third = [*first[:64], *random_ids(9, 3)]
+    steps.prompt(0, first, range(5))
+    steps.prompt(1, second, range(8, 11), chunks=(17, 16))
+    steps.prompt(2, third, [*range(4), 20], cached=64)
+    begun = tuple(int(steps.logits[at][0].argmax()) for at in (0, 3, 4)) if steps.logits else ()
+    drawn = [begun]
+    for number in range(DECODES):
+        work = [
+            RowWork(
+                row,
+                length + number,
+                1,
+                None if named is None else named[number][row : row + 1],
+                (11,) if (row, length + number) == (1, 48) else (),
+            )
+            for row, length in enumerate((70, 45, 73))
+        ]
+        result = steps.plan(*work, num_decodes=3)
+        drawn.append(() if result is None else result.token_ids)
+    steps.runner.settle()
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()
+        assert steps.runner._graphs is not None
+        steps.runner._graphs.close()
+    return {"drawn": drawn, "logits": [logits.float().cpu() for logits in steps.logits]}
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-mqa", "llama-biased", "llama-mha-tied"])
+def test_logits_equal_the_cpus(ranks: RankProcesses, tmp_path: pathlib.Path, name: str, layout: ParallelLayout) -> None:
+    folder = make_variant(tmp_path, name)
+    weights = {key: value.to(torch.bfloat16) for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ours = ranks.run(layout, answer, folder, ON_GPU, None)[layout.world_size - layout.tp]
+    theirs = answer(alone(), folder, ON_CPU, ours["drawn"][:-1])
+    assert len(ours["logits"]) == len(theirs["logits"]) == 5 + DECODES
+    for found, expected in zip(ours["logits"], theirs["logits"], strict=True):
+        distance = float((found - expected).norm() / expected.norm())
+        print(f"{name} {layout}: {distance:.2e}")
+        assert distance < LIMIT
+    for token_ids, expected in zip(ours["drawn"][1:], theirs["logits"][5:], strict=True):
+        chosen = expected[range(3), list(token_ids)]
+        assert ((expected.amax(-1) - chosen) < MARGIN * expected.std(-1)).all()
+
+
+def executor_of(layout: ParallelLayout, folder: pathlib.Path) -> RankExecutor:
+    spec = WorkerSpec(f"worker-{layout}", 1, Role.UNIFIED, str(folder), layout, ON_GPU)
+    return build_executor(spec, limits=RankLimits(start_seconds=120, close_seconds=8))
+
+
+def begin(executor: RankExecutor, num_rows: int = 4) -> list[int]:
+    """Rows with a prompt of 20 tokens each; their first tokens."""
+    sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    ids = [tuple(random_ids(20, row)) for row in range(num_rows)]
+    work = tuple(RowWork(row, 0, 20, ids[row], (2 * row, 2 * row + 1)) for row in range(num_rows))
+    starts = tuple(RowStart(row, ids[row], (), sampling) for row in range(num_rows))
+    return list(executor.step(StepPlan(1, work, 0, starts=starts)).result(60).token_ids)
+
+
+def decode(number: int, num_rows: int = 4) -> StepPlan:
+    """Every row again at its last but one position: it may go on for ever."""
+    return StepPlan(number, tuple(RowWork(row, 20 + number % 11, 1, None) for row in range(num_rows)), num_rows)
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_a_killed_rank_in_mid_decode_fails_the_worker_and_leaves_nothing_stuck(
+    tmp_path: pathlib.Path, layout: ParallelLayout
+) -> None:
+    """Twice in one process: the second worker begins on devices that the first left."""
+    folder = make_checkpoint(tmp_path / "llama")
+    for _ in range(2):
+        executor = executor_of(layout, folder)
+        begin(executor)
+        flying = [executor.step(decode(2)), executor.step(decode(3))]
+        for number in range(4, 60):
+            flying.pop(0).result(60)
+            flying.append(executor.step(decode(number)))
+        (child,) = executor._children
+        child.kill()
+        killed = time.monotonic()
+        reason = executor.failed.result(SECONDS)
+        assert "rank 1" in str(reason)
+        for step in flying:
+            with pytest.raises(WorkerLost):
+                step.result(SECONDS)
+        executor.close()
+        print(f"{layout}: all over {time.monotonic() - killed:.2f} s after the kill")
+        assert executor._rank0 is not None
+        assert not executor._rank0._thread.is_alive(), "rank 0 waits for nothing on its device"
+        assert child.returncode == -signal.SIGKILL
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_ranks_do_not_outlive_a_killed_rank_0(tmp_path: pathlib.Path, layout: ParallelLayout) -> None:
+    folder = make_checkpoint(tmp_path / "llama")
+    program = (
+        "import itertools, pathlib, sys\n"
+        "from tests.gpu.test_parallel import ParallelLayout, begin, decode, executor_of\n"
+        f"executor = executor_of(ParallelLayout({layout.tp}, {layout.pp}), pathlib.Path({str(folder)!r}))\n"
+        "begin(executor)\n"
+        "flying = [executor.step(decode(2))]\n"
+        "for number in itertools.count(3):\n"
+        "    flying.append(executor.step(decode(number)))\n"
+        "    flying.pop(0).result(60)\n"
+        "    if number == 50:\n"
+        "        print(executor._children[0].pid, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as rank0:
+        assert rank0.stdout is not None
+        orphan = int(rank0.stdout.readline())
+        watched = os.pidfd_open(orphan)
+        rank0.kill()
+        ended = wait([watched], timeout=SECONDS)
+        os.close(watched)
+        assert ended, "the child ends when rank 0 does"
+
+
+def test_a_closed_worker_leaves_at_once_and_another_begins(tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path / "llama")
+    first = []
+    for layout in (TP2, PP2, TP2):
+        executor = executor_of(layout, folder)
+        first.append(begin(executor))
+        executor.step(decode(2)).result(60)
+        began = time.monotonic()
+        executor.close()
+        print(f"{layout}: closed in {time.monotonic() - began:.2f} s")
+        assert [child.returncode for child in executor._children] == [0]
+        assert not executor.failed.done()
+    assert first[0] == first[2]
