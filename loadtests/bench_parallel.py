@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import random
 import statistics
@@ -29,10 +28,9 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from headrace.blocks import BlockHasher
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, Request, RequestKey, Role, SamplingParams
-from loadtests import bench_gpu
+from loadtests.one_rank import LLAMA_8B, random_weights, scheduler_of, shape_folder
 from loadtests.report import Report, Row, add_arguments
 from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import form
@@ -40,21 +38,27 @@ from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
 from workers.ranks.rank import MakeRunner
 from workers.ranks.runner import Runner, make_runner
-from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import StepResult
-from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 from workers.spec import WorkerSpec
 
 SHAPE = {
-    **bench_gpu.SHAPE,
+    **LLAMA_8B,
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 20,
     "num_attention_heads": 64,
 }
-VOCAB_SIZE = int(str(SHAPE["vocab_size"]))
-CONTEXT, DECODES, MAX_CONTEXT_TOKENS, MAX_STEP_TOKENS, BLOCK_SIZE = 1024, 160, 2048, 8192, 32
 BATCHES = (1, 64)
+ENGINE = EngineConfig(
+    device="cuda",
+    dtype="bfloat16",
+    block_size=32,
+    num_blocks=3000,
+    max_num_seqs=max(BATCHES),
+    max_step_tokens=8192,
+    max_context_tokens=2048,
+)
+CONTEXT, DECODES = 1024, 160
 SETTLED = 16  # decode steps that count for nothing
 SPEEDUP_MUST, SPEEDUP_AIM = 1.7, 1.85
 SUM_BYTES = (2**14, 2**18, 2**20, 2**22)
@@ -66,26 +70,15 @@ def nccl_runner(spec: WorkerSpec, rank: int, store: Any) -> Runner:
     torch.cuda.set_device(device)
     context = dataclasses.replace(form(spec.layout, rank, store, device=device), small_sums=None)
     checkpoint = Checkpoint.open(spec.model_path)
-    return Runner(checkpoint, spec.layout, rank, spec.engine, context, fill=bench_gpu.random_weights)
+    return Runner(checkpoint, spec.layout, rank, spec.engine, context, fill=random_weights)
 
 
-RANDOM: MakeRunner = functools.partial(make_runner, fill=bench_gpu.random_weights)
+RANDOM: MakeRunner = functools.partial(make_runner, fill=random_weights)
 
 
 @contextmanager
-def executor_of(
-    layout: ParallelLayout, folder: pathlib.Path, num_blocks: int, runner: MakeRunner = RANDOM
-) -> Iterator[RankExecutor]:
-    engine = EngineConfig(
-        device="cuda",
-        dtype="bfloat16",
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_seqs=max(BATCHES),
-        max_step_tokens=MAX_STEP_TOKENS,
-        max_context_tokens=MAX_CONTEXT_TOKENS,
-    )
-    spec = WorkerSpec("bench", 1, Role.UNIFIED, str(folder), layout, engine)
+def executor_of(layout: ParallelLayout, folder: pathlib.Path, runner: MakeRunner = RANDOM) -> Iterator[RankExecutor]:
+    spec = WorkerSpec("bench", 1, Role.UNIFIED, str(folder), layout, ENGINE)
     began = time.perf_counter()
     executor = build_executor(spec, make_runner=runner)
     print(f"  {layout} ready in {time.perf_counter() - began:.1f} s", flush=True)
@@ -105,12 +98,7 @@ class Loop:
         self._draw = random.Random(0)
         self._number = 0
         self._flights: deque[tuple[bool, Future[StepResult]]] = deque()
-        self._scheduler = Scheduler(
-            SchedulerLimits(max(BATCHES), MAX_STEP_TOKENS, MAX_CONTEXT_TOKENS, 100_000, 10.0),
-            BlockLedger(executor.num_blocks, BLOCK_SIZE),
-            lambda adapter, salt: BlockHasher(revision="r", kv_format="f", block_size=BLOCK_SIZE, cache_salt=salt),
-            vocab_size=VOCAB_SIZE,
-        )
+        self._scheduler = scheduler_of(ENGINE, SHAPE["vocab_size"])
 
     def submit(self, num_requests: int, num_tokens: int, num_outputs: int) -> None:
         for _ in range(num_requests):
@@ -235,16 +223,13 @@ def sums() -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=20, help="fewer than 20 only to try the bench itself")
-    parser.add_argument("--blocks", type=int, default=3000)
     add_arguments(parser)
     arguments = parser.parse_args()
     from loadtests.bench_parallel import nccl_runner  # by a name that the other ranks know
 
     card = torch.cuda.get_device_properties(0)
     report = Report("parallel", ("torch", "triton"), hardware=f"2 × {card.name}, {card.total_memory / 2**30:.0f} GiB")
-    folder = pathlib.Path(tempfile.mkdtemp())
-    shape = {**SHAPE, "num_hidden_layers": arguments.layers}
-    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    folder = shape_folder({**SHAPE, "num_hidden_layers": arguments.layers})
 
     times = sums()
     for num_bytes in SUM_BYTES:
@@ -262,17 +247,17 @@ def main() -> int:
             row = Row(f"{name}_speedup_b{batch}", one / other, "ratio", "higher", must, aim, samples, note=note)
             report.add(row)
 
-    with executor_of(ParallelLayout(), folder, arguments.blocks) as executor:
+    with executor_of(ParallelLayout(), folder) as executor:
         alone = decode_all(executor)
     for batch, samples in alone.items():
         report.add(Row(f"tp1_tpot_b{batch}_ms", statistics.median(samples), "ms", "lower", samples=samples))
-    with executor_of(ParallelLayout(2, 1), folder, arguments.blocks) as executor:
+    with executor_of(ParallelLayout(2, 1), folder) as executor:
         compare("tp2", decode_all(executor), SPEEDUP_MUST, SPEEDUP_AIM)
         failed, closed = killed_seconds(executor)
     report.add(Row("rank_kill_s", failed, "s", "lower", must=5.0, note=f"close() after it: {closed:.2f} s"))
-    with executor_of(ParallelLayout(2, 1), folder, arguments.blocks, nccl_runner) as executor:
+    with executor_of(ParallelLayout(2, 1), folder, nccl_runner) as executor:
         compare("tp2_nccl", decode_all(executor), None, None)
-    with executor_of(ParallelLayout(1, 2), folder, arguments.blocks) as executor:
+    with executor_of(ParallelLayout(1, 2), folder) as executor:
         compare("pp2", decode_all(executor), None, None)
     return report.close(arguments)
 

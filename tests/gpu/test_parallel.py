@@ -129,8 +129,8 @@ def answer(context: RankContext, folder: pathlib.Path, engine: EngineConfig, nam
     steps.runner.settle()
     if context.device.type == "cuda":
         torch.cuda.synchronize()
-        assert steps.runner._graphs is not None
-        steps.runner._graphs.close()
+        assert steps.runner._decodes is not None
+        steps.runner._graph_memory.close()
     return {"drawn": drawn, "logits": [logits.float().cpu() for logits in steps.logits]}
 
 

@@ -52,7 +52,7 @@ class GraphMemory:
         return graph, filled
 
     def close(self) -> None:
-        """Lets go of the graphs, none of which is replayed any more: what their operations go through may be closed then."""
+        """Lets go of the graphs, never to be replayed: what their operations go through may be closed then."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
