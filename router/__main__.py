@@ -35,7 +35,7 @@ from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.validate import JobMaker
 from router.flight import Job
-from router.keyring import Keyring, load_keyring
+from router.keyring import Keyring, load_keyring, read_keys
 from router.text.detokenize import TextStream
 from router.text.served import Models, load_models
 
@@ -198,19 +198,6 @@ def _refuse(models: Models, info: WorkerInfo) -> str | None:
     return f"tokenizer is {theirs} there and {', '.join(model.tokenizer_digest for model in models)} here"
 
 
-def read_keys(file: pathlib.Path) -> tuple[str, ...]:
-    """The API keys in a file, one a line. ConfigError when there is none: a router that was to ask for keys never stands
-    open because a file is missing or empty."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-keys-file: cannot read {file}: {error}", key="--api-keys-file", value=file) from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise ConfigError(f"--api-keys-file: {file} holds no key, it must hold one a line", key="--api-keys-file")
-    return keys
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="One router of a Headrace cluster.")
     parser.add_argument("config", type=pathlib.Path, help="the cluster's headrace.yaml")
@@ -235,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.redis_url:
             config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": options.redis_url})})
         if options.api_keys_file:
-            keys = (*config.router.api_keys, *read_keys(options.api_keys_file))
+            keys = (*config.router.api_keys, *read_keys(options.api_keys_file, "--api-keys-file"))
             config = config.model_copy(update={"router": config.router.model_copy(update={"api_keys": keys})})
         serving = serve(
             config,

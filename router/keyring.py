@@ -55,15 +55,20 @@ def _keys_of(name: str, tenant: TenantConfig, environ: Mapping[str, str]) -> Ite
             raise ConfigError(f"{key}: the environment variable {variable} must hold a key, and is not set", key=key)
         yield environ[variable].strip()
     for file in tenant.key_files:
-        key = f"tenants.{name}.key_files"
-        try:
-            lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{key}: cannot read {file}: {type(error).__name__}", key=key) from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise ConfigError(f"{key}: {file} must hold at least one key, a line each", key=key)
-        yield from found
+        yield from read_keys(pathlib.Path(file), f"tenants.{name}.key_files")
+
+
+def read_keys(file: pathlib.Path, key: str) -> tuple[str, ...]:
+    """The API keys in a file that `key` of the configuration names: one a line, comments begin with #. ConfigError when
+    there is none: a router that was to ask for keys never stands open because a file is missing or empty."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: cannot read {file}: {type(error).__name__}", key=key, value=file) from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{key}: {file} holds no key, it must hold one a line", key=key, value=file)
+    return keys
 
 
 def _digest(key: str) -> bytes:

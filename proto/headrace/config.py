@@ -247,7 +247,7 @@ def _first_fault(source: str, error: ValidationError) -> ConfigError:
     """The first thing wrong, with what would be right there: an unknown key before a bad value, which it may explain."""
     faults = error.errors()
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    *path, name = map(str, fault["loc"]) if fault["loc"] else ("",)
+    *path, name = [str(part) for part in fault["loc"] if part != "[key]"] or [""]
     key = ".".join((*path, name))
     section = _section(path)
     if fault["type"] == "extra_forbidden":
@@ -256,7 +256,9 @@ def _first_fault(source: str, error: ValidationError) -> ConfigError:
     if fault["type"] == "missing":
         return ConfigError(f"{source}: {key}: must be given", key=key)
     field = section.model_fields.get(name) if section is not None else None
-    allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ")
+    allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
+        "String should match pattern", "a text that matches"
+    )
     given = "(not shown)" if "api_keys" in (*path, name) else fault.get("input")
     return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
 

@@ -32,7 +32,73 @@ def test_a_served_name_wins_over_the_folders() -> None:
     assert parse(GOOD + "served_model_name: small").model_name == "small"
 
 
+TENANTS = (
+    GOOD
+    + """
+service_classes:
+  chat: {ttft_seconds: 1, tpot_seconds: 0.05}
+  batch: {}
+tenants:
+  acme: {key_env: [ACME_KEY], requests_per_minute: 60, weight: 3, service_class: chat, service_classes: [chat]}
+admission: {service_class: batch}
+"""
+)
+
+
+def test_tenants_and_classes_become_frozen_values() -> None:
+    config = parse(TENANTS)
+    assert config.service_classes["chat"].ttft_seconds == 1.0
+    assert config.service_classes["batch"].ttft_seconds is None
+    acme = config.tenants["acme"]
+    assert (acme.key_env, acme.requests_per_minute, acme.tokens_per_minute) == (("ACME_KEY",), 60, None)
+    assert (acme.weight, acme.service_classes, acme.coalesce, acme.cache_results) == (3.0, ("chat",), False, False)
+    assert config.admission.service_class == "batch"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("service_class: batch", "service_class: fast", "admission.service_class"),
+        ("service_class: chat", "service_class: fast", "tenants.acme.service_class"),
+        ("service_classes: [chat]", "service_classes: [chat, fast]", "tenants.acme.service_classes"),
+    ],
+)
+def test_a_class_that_there_is_not_is_refused_with_those_that_there_are(old: str, new: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(TENANTS.replace(old, new))
+    assert f"{key}: must be one of chat, batch, got 'fast'" in caught.value.message
+    with pytest.raises(ConfigError, match="service_classes names none, got 'fast'"):
+        parse(GOOD + "admission: {service_class: fast}")
+
+
 BAD = {
+    "a target that nobody meets": (
+        "service_classes: {a: {ttft_seconds: 0}}",
+        "service_classes.a.ttft_seconds",
+        "0",
+        "above 0 and at most 3600",
+    ),
+    "a quota of nothing": (
+        "tenants: {a: {tokens_per_minute: 0}}",
+        "tenants.a.tokens_per_minute",
+        "0",
+        "a whole number at least 1",
+    ),
+    "a tenant without weight": ("tenants: {a: {weight: 0}}", "tenants.a.weight", "0", "above 0 and at most 1000"),
+    "a key where none may stand": ("tenants: {a: {keys: [x]}}", "tenants.a.keys", "keys", "key_env, key_files"),
+    "a tenant's name": ("tenants: {Ä: {}}", "tenants.Ä", "'Ä'", "^[a-z0-9]"),
+    "a fraction of nothing": (
+        "admission: {unleased_fraction: 0}",
+        "admission.unleased_fraction",
+        "0",
+        "above 0 and at most 1",
+    ),
+    "a burst of an hour": (
+        "admission: {quota_burst_seconds: 3600}",
+        "admission.quota_burst_seconds",
+        "3600",
+        "at least 1 and at most 60",
+    ),
     "unknown key": ("engine: {blocksize: 32}", "engine.blocksize", "blocksize", "block_size"),
     "unknown key at the top": ("modle: x", "modle", "modle", "model, name"),
     "below the range": ("engine: {block_size: 0}", "engine.block_size", "0", "at least 1 and at most 1024"),

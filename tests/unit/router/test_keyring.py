@@ -47,7 +47,7 @@ def test_without_any_keys_everybody_is_the_default_tenant() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", r"tenants\.beta\.key_files: .* must hold at least one key"),
+        ("", r"tenants\.beta\.key_files: .* holds no key, it must hold one a line"),
         ("two words\n", "a key of tenant beta must be at least 1 printable ASCII character without spaces"),
         ("secret-acme\n", "tenants acme and beta have the same key"),
     ],

@@ -26,7 +26,8 @@ from headrace.errors import (
     WorkerLost,
 )
 from headrace.v1 import inference_pb2, inference_pb2_grpc
-from router.edge.grpc_api import SERVICE, add_services, open_server
+from router.decisions.tenants import Targets, Tenancy, Tenant
+from router.edge.grpc_api import DETAILS_KEY, RETRY_INFO_URL, SERVICE, add_services, open_server
 from router.text.vocabulary import Text
 from tests.unit.router.scripted import Scripted, make_edge
 
@@ -279,3 +280,38 @@ async def test_tools_and_template_kwargs_reach_the_template(client: AsyncClient,
     assert core.text.decode(core.jobs[0].prompt_token_ids) == "user\nhi\n"
     assert list(core.jobs[0].prompt_token_ids) == core.text.encode(rendered, add_special_tokens=False)
     assert json.dumps(tool) not in rendered
+
+
+async def test_what_may_be_retried_says_when_as_clients_of_any_language_look_for_it(core: Scripted) -> None:
+    core.error = Overloaded("the queue is full", retry_after_seconds=1.5)
+    async with serving(core) as address, grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(inference_pb2.GenerateRequest(model="tiny", text="hi")).read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(caught.value.trailing_metadata() or ())
+    status = inference_pb2.RpcStatus.FromString(trailing[DETAILS_KEY])
+    assert (status.code, status.message) == (8, "the queue is full")
+    (detail,) = status.details
+    assert detail.type_url == RETRY_INFO_URL
+    # google.rpc.RetryInfo: field 1 is a Duration of seconds (1) and nanoseconds (2)
+    assert detail.value == b"\x0a\x08\x08\x01\x10\x80\xca\xb5\xee\x01"
+
+
+async def test_a_request_is_its_keys_tenants_and_names_its_class_in_the_message_or_in_metadata(core: Scripted) -> None:
+    tenancy = Tenancy(
+        {"default": Tenant(), "acme": Tenant("acme")}, {"chat": Targets(1.0), "batch": Targets(60.0)}, "batch"
+    )
+    async with serving(core, api_keys={"acme": ["k"]}, tenancy=tenancy) as address:
+        async with AsyncClient(address, api_key="k") as client:
+            assert [part async for part in client.generate("hi")]
+            assert [part async for part in client.generate("hi", service_class="chat")]
+            assert [part async for part in client.chat(MESSAGES, service_class="chat")]
+            with pytest.raises(InvalidRequest, match="service_class must be one of chat, batch, got 'fast'"):
+                assert [part async for part in client.generate("hi", service_class="fast")]
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            metadata = (("authorization", "Bearer k"), ("x-headrace-class", "chat"))
+            await stub.Generate(inference_pb2.GenerateRequest(model="tiny", text="hi"), metadata=metadata).read()
+    assert {job.tenant for job in core.jobs} == {"acme"}
+    assert [job.service_class for job in core.jobs] == ["batch", "chat", "chat", "chat"]

@@ -5,6 +5,7 @@ import json
 import pathlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.clock import ManualClock
-from headrace.errors import Overloaded, WorkerLost
+from headrace.errors import Overloaded, QuotaExceeded, WorkerLost
 from headrace.values import Role, Timeline, Usage
 from router.decisions.codec import decode
 from router.decisions.placement import Ask, place
+from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.decisions.view import View
 from router.edge.openai import OpenAi
 from router.edge.openai_models import ONLY_DEFAULT, ChatBody, CompletionBody
@@ -570,3 +572,69 @@ async def test_why_of_an_unknown_request_is_a_404_and_needs_a_key_where_there_ar
         assert (await client.get("/why/a", headers=key)).status_code == 200
         missing = await client.get("/why/b", headers=key)
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
+CHAT_CLASS = Targets(1.0, 0.05)
+TENANCY = Tenancy(
+    {"default": Tenant(), "acme": Tenant("acme", cache_domain="acme", max_priority=3), "beta": Tenant("beta")},
+    {"chat": CHAT_CLASS, "batch": Targets(60.0)},
+)
+KEYS = {"default": ("operator",), "acme": ("acme-1", "acme-2"), "beta": ("beta-1",)}
+ACME = {"Authorization": "Bearer acme-2"}
+
+
+async def test_a_request_is_its_keys_tenants_with_its_class_time_and_priority(
+    core: Scripted, clock: ManualClock
+) -> None:
+    async with client_of(core, clock, api_keys=KEYS, tenancy=TENANCY) as client:
+        headers = {**ACME, "X-Headrace-Timeout": "2.5", "X-Headrace-Class": "batch"}
+        body = {**COMPLETION, "service_class": "chat", "priority": 3}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
+        two = {**COMPLETION, "prompt": ["a", "b"]}
+        assert (await client.post("/v1/completions", json=two, headers=headers)).status_code == 200
+        assert (await client.post("/v1/completions", json={**body, "priority": 4}, headers=headers)).status_code == 400
+    first, second, *both = core.jobs
+    assert (first.tenant, first.targets, first.priority, first.seconds_left) == ("acme", CHAT_CLASS, 3, 2.5)
+    assert first.cache_salt == "\0acme\0"
+    assert (second.tenant, second.service_class, second.seconds_left) == ("acme", "batch", 2.5)
+    assert [(job.tenant, job.service_class, job.seconds_left) for job in both] == [("acme", "batch", 2.5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("header", "value"), [("X-Headrace-Timeout", "-1"), ("X-Headrace-Timeout", "soon"), ("X-Headrace-Class", "fast")]
+)
+async def test_a_header_that_means_nothing_is_a_400_that_names_it(
+    core: Scripted, clock: ManualClock, header: str, value: str
+) -> None:
+    async with client_of(core, clock, tenancy=TENANCY) as client:
+        response = await client.post("/v1/completions", json=COMPLETION, headers={header: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in ("x-headrace-timeout", "service_class")
+    assert value in response.json()["error"]["message"]
+    assert not core.jobs
+
+
+async def test_a_quota_that_is_exceeded_is_a_429_with_a_time(client: httpx.AsyncClient, core: Scripted) -> None:
+    core.error = QuotaExceeded(
+        "the tenant's quota does not hold this", retry_after_seconds=6.2, quota="tokens", limit=9
+    )
+    response = await client.post("/v1/completions", json=COMPLETION)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_why_tells_a_tenant_of_its_own_requests_and_the_operator_of_all(
+    core: Scripted, clock: ManualClock
+) -> None:
+    core.explanations["a"] = replace(explanation("a"), tenant="acme")
+    async with client_of(core, clock, api_keys=KEYS, tenancy=TENANCY) as client:
+        asked = {
+            key: await client.get("/why/a", headers={"Authorization": f"Bearer {key}"})
+            for key in ("acme-1", "beta-1", "operator")
+        }
+    assert {key: response.status_code for key, response in asked.items()} == {
+        "acme-1": 200,
+        "beta-1": 404,
+        "operator": 200,
+    }

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.config import LimitsConfig
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text
+from router.decisions.tenants import NO_CLASS, NO_TARGETS, Targets, Tenancy, Tenant
+from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_seconds, check_text
 from router.text.served import Models, ServedModel
 from router.text.vocabulary import Text
 
@@ -203,3 +204,72 @@ def test_a_clients_id_is_short_and_printable(client_id: str) -> None:
 def test_text_with_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="prompt must be Unicode text without lone surrogates"):
         check_text("prompt", "a\udc00")
+
+
+CHAT, BATCH = Targets(1.0, 0.05), Targets(60.0)
+TENANCY = Tenancy(classes={"chat": CHAT, "batch": BATCH}, default_class="batch")
+
+
+def of_tenant(model: ServedModel, tenant: Tenant, header: str | None = None, **asked: Any) -> Any:
+    jobs = JobMaker(LimitsConfig(default_max_tokens=16), draw_seed=lambda: 77, tenancy=TENANCY)
+    envelope = Envelope(request_id="r", tenant=tenant, service_class=header)
+    return jobs.make(model, PROMPT, Asked(**asked), envelope)
+
+
+def test_the_class_is_the_requests_word_then_a_headers_then_the_tenants_then_the_default(model: ServedModel) -> None:
+    plain, chatty = Tenant("plain"), Tenant("chatty", service_class="chat")
+    assert (of_tenant(model, plain).service_class, of_tenant(model, plain).targets) == ("batch", BATCH)
+    assert of_tenant(model, chatty).targets == CHAT
+    assert of_tenant(model, chatty, header="batch").targets == BATCH
+    assert of_tenant(model, chatty, header="batch", service_class="chat").targets == CHAT
+    assert (make(model).service_class, make(model).targets) == (NO_CLASS, NO_TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "asked", "expected"),
+    [
+        (Tenant("a"), "fast", "service_class must be one of chat, batch, got 'fast'"),
+        (Tenant("a"), 3, "service_class must be a string, got 3"),
+        (Tenant("a", service_classes=("batch",)), "chat", "service_class must be one of batch, got 'chat'"),
+        (Tenant("a", service_classes=()), "chat", "service_class must be absent"),
+    ],
+)
+def test_a_class_that_a_tenant_may_not_have_is_named(
+    model: ServedModel, tenant: Tenant, asked: Any, expected: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=expected):
+        of_tenant(model, tenant, service_class=asked)
+
+
+def test_priority_goes_as_high_as_the_tenant_may(model: ServedModel) -> None:
+    low = Tenant("low", max_priority=-5)
+    assert (of_tenant(model, low).priority, of_tenant(model, low, priority=-7).priority) == (-5, -7)
+    with pytest.raises(InvalidRequest, match="priority must be an integer from -100 to -5, got 0"):
+        of_tenant(model, low, priority=0)
+
+
+def test_case_35_no_salt_of_one_tenant_reaches_anothers_cache(model: ServedModel) -> None:
+    salts = ["", "acme", "b", "cme"]
+    tenants = [Tenant(), Tenant("a", cache_domain="a"), Tenant("acme", cache_domain="acme")]
+    seen = {of_tenant(model, tenant, cache_salt=salt).cache_salt for tenant in tenants for salt in salts}
+    assert len(seen) == len(salts) * len(tenants)
+    assert of_tenant(model, Tenant(), cache_salt="x").cache_salt == "x"
+    friends = [Tenant(name, cache_domain="friends") for name in "ab"]
+    assert len({of_tenant(model, tenant).cache_salt for tenant in friends}) == 1
+    assert "NUL" in refused(model, cache_salt="\0acme\0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "repeatable"), [({}, False), ({"seed": 3}, True), ({"temperature": 0}, True), ({"temperature": 1}, False)]
+)
+def test_what_may_be_answered_with_the_same_tokens(model: ServedModel, asked: dict[str, Any], repeatable: bool) -> None:
+    assert make(model, **asked).repeatable is repeatable
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "86401", "1e99"])
+def test_a_time_limit_is_a_number_of_seconds(value: str) -> None:
+    assert check_seconds("x-headrace-timeout", "2.5") == 2.5
+    with pytest.raises(
+        InvalidRequest, match="x-headrace-timeout must be a number of seconds above 0 and at most 86400"
+    ):
+        check_seconds("x-headrace-timeout", value)
