@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,10 +46,10 @@ class RankProcesses:
 
 
 @contextmanager
-def rank_processes(size: int, device: str = "cpu", preload: Sequence[str] = ()) -> Iterator[RankProcesses]:
-    """On "cuda" each sees a GPU of its own alone. `preload`: what their jobs need, imported in this order."""
+def rank_processes(size: int, device: str = "cpu") -> Iterator[RankProcesses]:
+    """On "cuda" each sees a GPU of its own alone."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*preload, "tests.model_steps", __name__, "pytest"])
+    server.set_forkserver_preload(["tests.model_steps", __name__, "pytest"])
     ends = [server.Pipe() for _ in range(size)]
     ranks = [
         server.Process(target=_serve, args=(theirs, rank, device), daemon=True) for rank, (_, theirs) in enumerate(ends)

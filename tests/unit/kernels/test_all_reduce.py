@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
-    with rank_processes(3, preload=("tests.unit.kernels.conftest", "tests.sum_jobs")) as processes:
+    with rank_processes(3) as processes:
         yield processes
 
 
