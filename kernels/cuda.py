@@ -17,6 +17,7 @@ from kernels.tuning import DecodeTile, Tuning, tuning_of
 
 MAX_DECODE_ROWS = 1024
 MANY_UNITS = 512  # rows × KV heads
+MOST_SPLITS = 16
 # Below, the gather and its launches cost more than the faster kernel saves. Of several prompts in a step the short ones
 # are better off together in one paged launch, which fills the device.
 DENSE_FROM_TOKENS = 512
@@ -108,9 +109,15 @@ class CudaOps:
             context = contexts[prompt.row : prompt.row + 1]
             out[here] = dense_prefill(q_THE[here], pool, layer, tables[prompt.row], context, scale)
         if len(whole) < batch.contexts_R.shape[0] - decodes:
-            whole_from = dense_from if whole else None
-            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, whole_from)
+            tile, whole_from = self._tuning.prefill, dense_from if whole else None
+            splits = self._splits(batch.max_query, num_heads // num_kv_heads, num_kv_heads)
+            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, tile, whole_from, splits)
         return out
+
+    def _splits(self, max_query: int, group: int, num_kv_heads: int) -> int:
+        """So many parts of a long context as one row of so many tokens needs to fill the device."""
+        programs = triton.cdiv(max_query, self._tuning.prefill.rows // group) * num_kv_heads
+        return max(1, min(MOST_SPLITS, self._multiprocessors // programs))
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
         prepare(num_heads, num_kv_heads, head_dim, dtype, range(self._dense_from[0], most_tokens + 1), self._device)

@@ -1,7 +1,8 @@
 """Prefill attention: a chunk of each row's tokens over its paged context, causal with the chunk's offset.
 
 A program holds as many tokens as fit M rows with the G query heads of one KV head side by side, so that K and V are
-read once for the whole group. The programs with the longest context start first.
+read once for the whole group. The programs with the longest context start first. Where tokens are too few to fill the
+device, several programs share a long context, and a second launch merges what each found in its part.
 
 Shape suffixes as in kernels.ops; M rows of a query tile, C tokens of a KV tile.
 """
@@ -9,6 +10,7 @@ Shape suffixes as in kernels.ops; M rows of a query tile, C tokens of a KV tile.
 # The kernel language has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,9 @@ from torch import Tensor
 from kernels.ops import AttentionBatch
 from kernels.paged_decode import LOG2_E
 from kernels.tuning import PrefillTile
+
+NONE = 2**31 - 1
+SMALLEST = tl.constexpr(-1e30)  # of scores: a row that sees nothing of a part has weights of 0 there, and no NaN
 
 
 def paged_prefill(
@@ -28,23 +33,32 @@ def paged_prefill(
     first_row: int,
     tile: PrefillTile,
     whole_from: int | None = None,
+    splits: int = 1,
 ) -> None:
     """Writes the tokens of rows `first_row` and after; left alone are rows of context 0, and rows of `whole_from` or
-    more tokens that are their whole context."""
-    _, num_heads, head_dim = q_THE.shape
+    more tokens that are their whole context. Contexts are split into at most `splits` parts."""
+    num_tokens, num_heads, head_dim = q_THE.shape
     num_kv_heads = pool.shape[1]
     group = num_heads // num_kv_heads
     num_rows = batch.contexts_R.shape[0] - first_row
-    _prefill[(triton.cdiv(batch.max_query, tile.rows // group), num_kv_heads, num_rows)](
+    whole_from = NONE if whole_from is None else whole_from
+    held = splits if splits > 1 else 0
+    partial = torch.empty(held, num_tokens, num_heads, head_dim, dtype=torch.float32, device=q_THE.device)
+    statistics = torch.empty(held, 2, num_tokens, num_heads, dtype=torch.float32, device=q_THE.device)
+    _prefill[(triton.cdiv(batch.max_query, tile.rows // group), num_kv_heads, num_rows * splits)](
         q_THE,
         pool,
         batch.block_tables_RB,
         batch.starts_R1,
         batch.contexts_R,
         out_THE,
+        partial,
+        statistics,
         layer,
         first_row,
-        2**31 - 1 if whole_from is None else whole_from,
+        whole_from,
+        splits,
+        num_tokens,
         batch.block_tables_RB.stride(0),
         q_THE.stride(0),
         out_THE.stride(0),
@@ -60,9 +74,26 @@ def paged_prefill(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if splits > 1:
+        _merge[(batch.max_query, num_rows)](
+            batch.starts_R1,
+            batch.contexts_R,
+            out_THE,
+            partial,
+            statistics,
+            first_row,
+            whole_from,
+            splits,
+            num_tokens,
+            out_THE.stride(0),
+            H=num_heads,
+            HEADS=triton.next_power_of_2(num_heads),
+            E=head_dim,
+            C=tile.tokens,
+        )
 
 
-@triton.jit(do_not_specialize=["layer", "first_row", "whole_from", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "first_row", "whole_from", "splits", "num_tokens", "table_stride"])
 def _prefill(
     Q,
     POOL,
@@ -70,9 +101,13 @@ def _prefill(
     STARTS,
     CONTEXTS,
     OUT,
+    PARTIAL,
+    STATISTICS,
     layer,
     first_row,
     whole_from,
+    splits,
+    num_tokens,
     table_stride,
     q_stride,
     out_stride,
@@ -86,7 +121,8 @@ def _prefill(
     M: tl.constexpr,
     C: tl.constexpr,
 ):
-    row = first_row + tl.program_id(2)
+    row = first_row + tl.program_id(2) // splits
+    split = tl.program_id(2) % splits
     head = tl.program_id(1)
     begin = tl.load(STARTS + row)
     num_query = tl.load(STARTS + row + 1) - begin
@@ -94,7 +130,8 @@ def _prefill(
     tokens_held: tl.constexpr = M // G
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens_held
     whole = (num_query == context) & (num_query >= whole_from)
-    if (first_token >= num_query) | (context == 0) | whole:
+    part = _part(context, splits, C)
+    if (first_token >= num_query) | (context == 0) | whole | (split * part >= context):
         return
 
     m = tl.arange(0, M)
@@ -111,11 +148,13 @@ def _prefill(
 
     seen_by_all = context - num_query + first_token + 1
     seen_by_any = tl.minimum(seen_by_all + tokens_held - 1, context)
-    unmasked = seen_by_all // C * C
-    largest_M = tl.full([M], float("-inf"), tl.float32)
+    first = split * part
+    last = tl.minimum(first + part, seen_by_any)
+    unmasked = tl.minimum(seen_by_all // C * C, last)
+    largest_M = tl.full([M], SMALLEST, tl.float32)
     weight_M = tl.zeros([M], tl.float32)
     sum_ME = tl.zeros([M, E], tl.float32)
-    for start in range(0, unmasked, C):
+    for start in range(first, unmasked, C):
         largest_M, weight_M, sum_ME = _advance(
             q_ME,
             position_M,
@@ -133,7 +172,7 @@ def _prefill(
             C,
             False,
         )
-    for start in range(unmasked, seen_by_any, C):
+    for start in range(tl.maximum(unmasked, first), last, C):
         largest_M, weight_M, sum_ME = _advance(
             q_ME,
             position_M,
@@ -151,10 +190,75 @@ def _prefill(
             C,
             True,
         )
+    if part >= context:
+        tl.store(
+            OUT + ((begin + token_M).to(tl.int64) * out_stride + lane_M)[:, None] + e[None, :],
+            (sum_ME / weight_M[:, None]).to(OUT.dtype.element_ty),
+            mask=held_M[:, None],
+        )
+    else:
+        num_heads = tl.num_programs(1) * G
+        lane_M = head * G + m % G
+        place_M = (split * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
+        tl.store(PARTIAL + place_M[:, None] * E + e[None, :], sum_ME, mask=held_M[:, None])
+        largest_at_M = (split * 2 * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
+        tl.store(STATISTICS + largest_at_M, largest_M, mask=held_M)
+        tl.store(STATISTICS + largest_at_M + num_tokens * num_heads, weight_M, mask=held_M)
+
+
+@triton.jit
+def _part(context, splits, C: tl.constexpr):
+    """Tokens of context that a program takes: whole tiles, and two or more."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, splits), C), 2) * C
+
+
+@triton.jit(do_not_specialize=["first_row", "whole_from", "splits", "num_tokens"])
+def _merge(
+    STARTS,
+    CONTEXTS,
+    OUT,
+    PARTIAL,
+    STATISTICS,
+    first_row,
+    whole_from,
+    splits,
+    num_tokens,
+    out_stride,
+    H: tl.constexpr,
+    HEADS: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+):
+    row = first_row + tl.program_id(1)
+    begin = tl.load(STARTS + row)
+    num_query = tl.load(STARTS + row + 1) - begin
+    context = tl.load(CONTEXTS + row)
+    part = _part(context, splits, C)
+    whole = (num_query == context) & (num_query >= whole_from)
+    if (tl.program_id(0) >= num_query) | (part >= context) | whole:
+        return
+    token = (begin + tl.program_id(0)).to(tl.int64)
+    h = tl.arange(0, HEADS)
+    e = tl.arange(0, E)
+    largest_H = tl.full([HEADS], SMALLEST, tl.float32)
+    weight_H = tl.where(h < H, 0.0, 1.0)  # lanes that nobody reads divide by one
+    sum_HE = tl.zeros([HEADS, E], tl.float32)
+    for split in range(tl.cdiv(context, part)):
+        statistic_H = STATISTICS + (split * 2 * num_tokens + token) * H + h
+        part_largest_H = tl.load(statistic_H, mask=h < H, other=SMALLEST)
+        part_weight_H = tl.load(statistic_H + num_tokens * H, mask=h < H, other=0.0)
+        part_HE = tl.load(
+            PARTIAL + ((split * num_tokens + token) * H + h)[:, None] * E + e[None, :], mask=(h < H)[:, None], other=0.0
+        )
+        larger_H = tl.maximum(largest_H, part_largest_H)
+        shrink_H, part_shrink_H = tl.exp2(largest_H - larger_H), tl.exp2(part_largest_H - larger_H)
+        weight_H = weight_H * shrink_H + part_weight_H * part_shrink_H
+        sum_HE = sum_HE * shrink_H[:, None] + part_HE * part_shrink_H[:, None]
+        largest_H = larger_H
     tl.store(
-        OUT + ((begin + token_M).to(tl.int64) * out_stride + lane_M)[:, None] + e[None, :],
-        (sum_ME / weight_M[:, None]).to(OUT.dtype.element_ty),
-        mask=held_M[:, None],
+        OUT + token * out_stride + h[:, None] * E + e[None, :],
+        (sum_HE / weight_H[:, None]).to(OUT.dtype.element_ty),
+        mask=(h < H)[:, None],
     )
 
 

@@ -46,6 +46,12 @@ def test_prefill(rows: list[tuple[int, int]], group: int, kv_heads: int, head_di
         checks.check_prefill(rows, group, kv_heads, head_dim, 32, tile, CUDA, torch.bfloat16)
 
 
+@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("rows", [[(32, 8160)], [(1, 9), (1, 0), (4, 2000), (64, 1030), (200, 200), (3, 0)]])
+def test_prefill_over_parts_of_the_context(rows: list[tuple[int, int]], splits: int) -> None:
+    checks.check_prefill(rows, 4, 8, 128, 32, tuning_of(CUDA).prefill, CUDA, torch.bfloat16, splits=splits)
+
+
 @pytest.mark.parametrize("shape", [(1, 4096), (37, 4096), (5, 576), (3, 32, 128), (300, 9, 64)])
 def test_norms(shape: tuple[int, ...]) -> None:
     checks.check_norms(shape, tuning_of(CUDA).norm, CUDA, torch.bfloat16)

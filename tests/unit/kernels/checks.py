@@ -92,6 +92,7 @@ def check_prefill(
     device: torch.device,
     dtype: torch.dtype,
     whole_from: int | None = None,
+    splits: int = 1,
 ) -> None:
     generator = torch.Generator().manual_seed(len(rows) + rows[0][0])
     num_blocks = sum(-(-context // block_size) for _, context in rows) + 3
@@ -101,7 +102,7 @@ def check_prefill(
     projection = torch.randn(sum(t for t, _ in rows), kv_heads * (group + 2), head_dim, generator=generator)
     q = projection.to(device, dtype)[:, : kv_heads * group]
     out = torch.full(q.shape, POISON, dtype=dtype, device=device)
-    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile, whole_from)
+    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile, whole_from, splits)
     expected = REFERENCE.attention(q, pool, 2, batch, 0.17)
     starts = batch.starts_R1.tolist()
     for row, (num_query, context) in enumerate(rows):
@@ -368,5 +369,6 @@ def check_draws(kernels: draws.CudaDraws, device: torch.device, vocabulary: int)
     generator = torch.Generator().manual_seed(vocabulary)
     for position in range(2, 8):
         logits = (torch.randn(len(sampling), vocabulary, generator=generator) * 3).to(device)
-        asked = [Draw(row, 0, position) for row in range(len(sampling))]
+        sample_index = position % 3
+        asked = [Draw(row, sample_index, position, sample_index == 0) for row in range(len(sampling))]
         assert fast.sample(logits, asked).token_ids == plain.sample(logits, asked).token_ids

@@ -66,6 +66,16 @@ def test_prefill_block_and_tile_sizes(block_size: int, tokens: int) -> None:
     checks.check_prefill([(50, 50), (19, 83)], 2, 2, 32, block_size, PrefillTile(16, tokens, 4, 2), CPU, F32)
 
 
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize(
+    "rows",
+    [[(5, 200)], [(1, 9), (1, 0), (4, 120), (1, 65), (33, 64)], [(20, 129), (4, 0), (40, 97), (3, 32)]],
+    ids=["long", "mixed", "several"],
+)
+def test_prefill_over_parts_of_the_context(rows: list[tuple[int, int]], splits: int) -> None:
+    checks.check_prefill(rows, 3, 2, 16, 8, PrefillTile(32, 16, 4, 2), CPU, F32, splits=splits)
+
+
 def test_prefill_leaves_whole_prompts_to_the_dense_kernel() -> None:
     tile = PrefillTile(32, 16, 4, 2)
     checks.check_prefill([(5, 5), (9, 9), (9, 20)], 2, 2, 16, 8, tile, CPU, F32, whole_from=9)
