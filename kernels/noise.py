@@ -2,13 +2,16 @@
 batch, draws the same token. The definition is this file; a kernel computes the same bits and formulas.
 
 Adding this noise to log-probabilities and taking the largest draws a token with its probability (the Gumbel-max trick).
-All integers are 32-bit and unsigned, held in int64 tensors; S draws, N noises.
+All integers are 32-bit and unsigned, held in int64 tensors, or in arrays of the host; S draws, N noises.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Words = TypeVar("Words", Tensor, np.ndarray[Any, np.dtype[np.int64]])
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -31,7 +34,7 @@ class Keys(NamedTuple):
         return Keys(self.first_S.unsqueeze(1), self.second_S.unsqueeze(1))
 
 
-def mix(x: Tensor) -> Tensor:
+def mix(x: Words) -> Words:
     """A bijection of 32-bit words in which every input bit moves every output bit. Works in place."""
     x ^= x >> 16
     x *= MULTIPLIERS[0]  # what overflows 64 bits does not reach the lower 32
@@ -45,12 +48,22 @@ def mix(x: Tensor) -> Tensor:
 
 def keys(seeds_S: Tensor, sample_indices_S: Tensor, positions_S: Tensor) -> Keys:
     """`seeds` are 64-bit, as int64 of the same bits; `positions` are of the token to be drawn."""
-    words = (seeds_S & MASK, (seeds_S >> 32) & MASK, sample_indices_S & MASK, positions_S & MASK)
+    return Keys(*placed(*seeded(seeds_S, sample_indices_S), positions_S))
+
+
+def seeded(seeds_S: Tensor, sample_indices_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of the keys that a sequence keeps."""
     first_S, second_S = (torch.full_like(seeds_S, start) for start in STARTS)
-    for word_S in words:
+    for word_S in (seeds_S & MASK, (seeds_S >> 32) & MASK, sample_indices_S & MASK):
         first_S = mix(first_S ^ word_S)
         second_S = mix(second_S ^ word_S)
-    return Keys(first_S, second_S)
+    return first_S, second_S
+
+
+def placed(first_S: Words, second_S: Words, positions_S: Words) -> tuple[Words, Words]:
+    """What `seeded` gave, with the positions."""
+    word_S = positions_S & MASK
+    return mix(first_S ^ word_S), mix(second_S ^ word_S)
 
 
 def bits(key: Keys, token_ids: Tensor) -> Tensor:

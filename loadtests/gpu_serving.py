@@ -1,8 +1,8 @@
 """What serving makes of a GPU, beside raw speed: rows of loadtests.bench_gpu.
 
-idle_fraction          of the time of decode steps, Qwen3-0.6B shape, batch 64, through Engine and RankExecutor: the part
-                       that the device does not need. What it needs: the same plans, launched behind a sleeping device
-                       and so without a gap
+idle_fraction          of the time of decode steps, Qwen3-0.6B shape, batch 64 (prompts of 200 to 312 tokens), through
+                       Engine and RankExecutor: the part that the device does not need. What it needs: the same plans,
+                       launched behind a sleeping device and so without a gap
 continuous_vs_static   output tok/s of 8 rows that are refilled at once, over those of 8 rows that wait for the last of
                        them: of every eight jobs seven of 50 tokens and one of 500
 prefix_cache_speedup   total time of ten questions of 32 tokens on one document of 8,128, one after the other, one token
@@ -13,6 +13,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import Store, form
 from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
-from workers.ranks.rank import Launched
+from workers.ranks.rank import Launched, keep_for_good
 from workers.ranks.runner import Runner
 from workers.scheduling.plan import StepPlan
 from workers.scheduling.scheduler import ChunkDone, StepEvents
@@ -36,7 +37,7 @@ from workers.spec import WorkerSpec
 
 SLOTS, SHORT, LONG, ROUNDS = 8, 50, 500, 8
 DOCUMENT, QUESTION, NUM_QUESTIONS = 8128, 32, 10
-IDLE_ROWS, IDLE_PROMPT, IDLE_STEPS = 64, 256, 100
+IDLE_ROWS, IDLE_PROMPTS, IDLE_STEPS = 64, (200, 312), 100
 SLEEP_CYCLES = 600_000_000  # 0.3 s of a device's clock: longer than the launches behind it take
 
 
@@ -140,6 +141,7 @@ def idle_fraction(draw: random.Random) -> Row:
 
     spec = WorkerSpec("bench", 1, Role.UNIFIED, str(shape_folder(QWEN3_0_6B)), engine=engine)
     executor = build_executor(spec, make_runner=make)
+    keep_for_good()
     try:
         stamps = asyncio.run(_serve(executor, engine, draw))
         (runner,) = made
@@ -150,8 +152,9 @@ def idle_fraction(draw: random.Random) -> Row:
         busy = _busy_seconds(runner, plans[: first + 1], plans[first + 1 : last + 1])
     finally:
         executor.close()
+    each = [(end - begin) * 1e3 for begin, end in pairwise(stamps[first : last + 1])]
     note = f"step {step * 1e3:.3f} ms, of which the device needs {busy * 1e3:.3f}"
-    return Row("idle_fraction", max(0.0, 1 - busy / step), "fraction", "lower", 0.05, 0.02, note=note)
+    return Row("idle_fraction", max(0.0, 1 - busy / step), "fraction", "lower", 0.05, 0.02, samples=each, note=note)
 
 
 async def _serve(executor: RankExecutor, config: EngineConfig, draw: random.Random) -> list[float]:
@@ -160,8 +163,8 @@ async def _serve(executor: RankExecutor, config: EngineConfig, draw: random.Rand
     engine, watch = Engine(scheduler, executor, SystemClock()), _Watch(IDLE_ROWS)
     sampling = SamplingParams(max_tokens=IDLE_STEPS + 100, temperature=0.0, ignore_eos=True)
     running: asyncio.Task[Any] = asyncio.create_task(engine.run(watch))
-    for number, prompt in enumerate(prompts(IDLE_ROWS, IDLE_PROMPT, draw)):
-        key = RequestKey(f"i{number}")
+    for number in range(IDLE_ROWS):
+        key, (prompt,) = RequestKey(f"i{number}"), prompts(1, draw.randint(*IDLE_PROMPTS), draw)
         scheduler.submit(Request(key, tuple(prompt), sampling, cache_salt=key.request_id), 0.0)
     engine.changed()
     over = asyncio.create_task(watch.over.wait())

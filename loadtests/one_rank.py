@@ -16,7 +16,7 @@ from headrace.values import ParallelLayout, Request, RequestKey, SamplingParams
 from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import form
 from workers.models.weights import LoadProgress, Wanted
-from workers.ranks.rank import Launched, UnderWay
+from workers.ranks.rank import Launched, UnderWay, keep_for_good
 from workers.ranks.runner import Runner
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import StepPlan, StepResult
@@ -109,6 +109,7 @@ class OneRank:
         self.scheduler = scheduler_of(engine, self._vocab_size)
         self._number = 0
         self.runner.warm_up()
+        keep_for_good()
 
     def begin(self, max_num_seqs: int | None = None) -> None:
         """An empty cache, and so many rows."""

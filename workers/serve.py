@@ -9,6 +9,7 @@ from headrace.errors import HeadraceError, InternalError
 from headrace.values import WorkerInfo
 from workers.identity import Identity
 from workers.ranks.executor import Executor
+from workers.ranks.rank import keep_for_good
 from workers.service import Worker
 from workers.spec import WorkerSpec
 
@@ -35,6 +36,7 @@ async def serve(
         running = asyncio.create_task(worker.run())
         stopping = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
+            keep_for_good()
             if ready is not None:
                 ready(info)
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -312,10 +312,8 @@ def _result(number: int, drawn: Drawn | None) -> StepResult:
 
 def _draws(sampler: Sampler, plan: StepPlan) -> tuple[list[Draw], list[int]]:
     """All draws of a plan, and for each its row of the logits, which only rows that draw have."""
-    draws: list[Draw] = []
-    source: list[int] = []
-    drawing = [item for item in plan.work if item.num_samples]
-    for index, item in enumerate(drawing):
-        draws += sampler.draws(item.row, item.start + item.num_tokens, item.num_samples)
-        source += [index] * item.num_samples
-    return draws, source
+    drawing = [(item.row, item.start + item.num_tokens, item.num_samples) for item in plan.work if item.num_samples]
+    draws = [draw for item in drawing for draw in sampler.draws(*item)]
+    if len(draws) == len(drawing):
+        return draws, []
+    return draws, [index for index, (_, _, count) in enumerate(drawing) for _ in range(count)]

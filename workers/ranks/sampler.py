@@ -5,7 +5,8 @@ Shape suffixes: S draws of a step, V vocabulary, R rows of the table, N survivor
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ CANDIDATES = 1024
 LEAST_TEMPERATURE = 1e-30
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to draw. `position` is its place in the sequence; sample 0 of a row is the row's `own`."""
 
     row: int
@@ -89,18 +89,23 @@ class _Best:
 
 @dataclass(slots=True)
 class _Row:
-    """What is known of a row that has a sequence."""
+    """What is known of a row that has a sequence. `plain`: nothing of it adjusts logits or asks for logprobs."""
 
     sampling: SamplingParams
     sample_index: int
     num_prompt: int
     bias: tuple[Tensor, Tensor] | None
     forbidden: Tensor | None
+    greedy: bool = field(init=False)
+    penalised: bool = field(init=False)
+    plain: bool = field(init=False)
 
-    @property
-    def penalised(self) -> bool:
+    def __post_init__(self) -> None:
         s = self.sampling
-        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+        self.greedy = s.greedy
+        self.penalised = s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+        adjusts = self.penalised or self.bias is not None or self.forbidden is not None
+        self.plain = not adjusts and s.num_logprobs is None
 
     def adjusted(self, position: int) -> bool:
         return self.penalised or self.bias is not None or self.forbids(position)
@@ -128,6 +133,7 @@ class Sampler:
         self._device = device
         self._record_margins = record_margins
         self._counts: Counts | None = None
+        self._numbers = _Numbers(max_num_seqs)
         self._kernels = None if record_margins else choose_draws(device)
 
     def start(self, start: RowStart) -> None:
@@ -144,6 +150,7 @@ class Sampler:
             forbidden = self._tensor(sorted(stops)) if 0 < len(stops) < self._vocab_size else None
         row = _Row(sampling, start.sample_index, len(start.prompt_ids), bias, forbidden)
         self._rows[start.row] = row
+        self._numbers.start(start.row, sampling, start.sample_index)
         if row.penalised:
             if self._counts is None:
                 self._counts = Counts(self._max_num_seqs, self._vocab_size, self._device)
@@ -155,25 +162,27 @@ class Sampler:
     def draws(self, row: int, position: int, num_samples: int) -> list[Draw]:
         """The draws of one RowWork."""
         first = self._row(row).sample_index
-        return [Draw(row, first + i, position, own=i == 0) for i in range(num_samples)]
+        return [Draw(row, first + i, position, i == 0) for i in range(num_samples)]
 
     def sample(self, logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         """Draws one token for each row of logits, which are left as they are."""
         rows = [self._row(draw.row) for draw in draws]
-        adjusted_SV = self._adjust(logits_SV, draws, rows)
-        random = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        special = not all(row.plain for row in rows)
+        adjusted_SV = self._adjust(logits_SV, draws, rows) if special else logits_SV
+        random = [i for i, row in enumerate(rows) if not row.greedy]
         margins_S = None
         if self._kernels is not None and not random:
             token_ids_S = self._kernels.largest(adjusted_SV)
         elif self._kernels is not None:
-            token_ids_S = self._kernels.draw(adjusted_SV, _numbers(draws, [row.sampling for row in rows], self._device))
+            token_ids_S = self._kernels.draw(adjusted_SV, self._numbers.of(draws, self._device))
         elif not random or len(random) == len(rows):
             scores_SV = perturb(adjusted_SV, draws, [row.sampling for row in rows]) if random else adjusted_SV
             token_ids_S, margins_S = self._largest(scores_SV)
         else:
             token_ids_S, margins_S = self._mixed(adjusted_SV, draws, rows, random)
-        if self._counts is not None:
-            self._count(draws, rows, token_ids_S)
+        if not special:
+            return Drawn(token_ids_S, None, margins_S)
+        self._count(draws, rows, token_ids_S)
         return Drawn(token_ids_S, self._best(logits_SV, token_ids_S, rows), margins_S)
 
     def _row(self, row: int) -> _Row:
@@ -242,6 +251,44 @@ class Sampler:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return to_device(self._device, [np.array(values, dtype=np.int64)])[0]
+
+
+class _Numbers:
+    """What the kernels ask of each draw, by row: kept as arrays, since a step has no time to make them anew."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._seeds, self._first, self._second = (np.zeros(max_num_seqs, dtype=np.int64) for _ in range(3))
+        self._floats = np.zeros((3, max_num_seqs), dtype=np.float32)  # temperature, min-p, top-p
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
+        self._filtered = np.zeros(max_num_seqs, dtype=bool)
+
+    def start(self, row: int, sampling: SamplingParams, sample_index: int) -> None:
+        s, seed = sampling, _as_int64(sampling.seed)
+        key = noise.seeded(torch.tensor([seed]), torch.tensor([sample_index]))
+        self._seeds[row], (self._first[row], self._second[row]) = seed, (word.item() for word in key)
+        self._floats[:, row] = 0.0 if s.greedy else max(s.temperature, LEAST_TEMPERATURE), s.min_p, s.top_p
+        self._top_k[row] = s.top_k
+        self._filtered[row] = not s.greedy and (s.top_p < 1 or bool(s.top_k) or bool(s.min_p))
+
+    def of(self, draws: Sequence[Draw], device: torch.device) -> DrawNumbers:
+        rows_, samples_, positions_, own_ = zip(*draws, strict=True)
+        rows = np.array(rows_, dtype=np.int64)
+        first, second = self._first[rows], self._second[rows]
+        if not all(own_):
+            seeds, samples = torch.from_numpy(self._seeds[rows]), torch.tensor(samples_)
+            first, second = (word.numpy() for word in noise.seeded(seeds, samples))
+        words = noise.placed(first, second, np.array(positions_, dtype=np.int64))
+        first_S, second_S, floats_3S, top_k_S = to_device(
+            device, [*words, self._floats.take(rows, 1), self._top_k[rows]]
+        )
+        return DrawNumbers(
+            noise.Keys(first_S, second_S),
+            floats_3S[0],
+            floats_3S[1],
+            top_k_S,
+            floats_3S[2],
+            bool(self._filtered[rows].any()),
+        )
 
 
 class Counts:
@@ -325,27 +372,6 @@ def floor(scaled_SV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
-
-
-def _numbers(draws: Sequence[Draw], sampling: Sequence[SamplingParams], device: torch.device) -> DrawNumbers:
-    """What the kernels ask of each draw."""
-    key = noise.keys(
-        torch.tensor([_as_int64(s.seed) for s in sampling]),
-        torch.tensor([draw.sample_index for draw in draws]),
-        torch.tensor([draw.position for draw in draws]),
-    )
-    columns = [
-        [0.0 if s.greedy else max(s.temperature, LEAST_TEMPERATURE) for s in sampling],
-        [s.min_p for s in sampling],
-        [s.top_p for s in sampling],
-    ]
-    floats = [np.array(column, dtype=np.float32) for column in columns]
-    top_k = np.array([s.top_k for s in sampling], dtype=np.int32)
-    first_S, second_S, temperature_S, min_p_S, top_p_S, top_k_S = to_device(
-        device, [key.first_S.numpy(), key.second_S.numpy(), *floats, top_k]
-    )
-    filtered = any(s.top_p < 1 or s.top_k or s.min_p for s in sampling if not s.greedy)
-    return DrawNumbers(noise.Keys(first_S, second_S), temperature_S, min_p_S, top_k_S, top_p_S, filtered)
 
 
 def _as_int64(seed: int) -> int:
