@@ -58,7 +58,6 @@ class CudaOps:
         self._dense_from = dense_from_tokens
         self._tuning = tuning or tuning_of(device)
         self._multiprocessors = num_multiprocessors or torch.cuda.get_device_properties(device).multi_processor_count
-        self._overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._scratch: dict[tuple[int, int, int], DecodeScratch] = {}
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -85,7 +84,7 @@ class CudaOps:
         batch: AttentionBatch,
     ) -> Tensor:
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-        rope_store(q_THE, k_TKE, v_TKE, cos_sin_PE, pool, layer, batch, out, self._tuning.rope, self._overlapped)
+        rope_store(q_THE, k_TKE, v_TKE, cos_sin_PE, pool, layer, batch, out, self._tuning.rope)
         return out
 
     def attention(self, q_THE: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
@@ -102,21 +101,22 @@ class CudaOps:
             many = decodes * num_kv_heads >= MANY_UNITS
             tile = self._tuning.decode_many if many else self._tuning.decode
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
-            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile, self._overlapped)
+            paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
         for prompt in whole:
             first = decodes + prompt.first_token
             here = slice(first, first + prompt.num_tokens)
             context = contexts[prompt.row : prompt.row + 1]
             out[here] = dense_prefill(q_THE[here], pool, layer, tables[prompt.row], context, scale)
         if len(whole) < batch.contexts_R.shape[0] - decodes:
-            tile, whole_from = self._tuning.prefill, dense_from if whole else None
+            whole_from = dense_from if whole else None
             splits = self._splits(batch.max_query, num_heads // num_kv_heads, num_kv_heads)
-            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, tile, whole_from, splits)
+            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, whole_from, splits)
         return out
 
     def _splits(self, max_query: int, group: int, num_kv_heads: int) -> int:
         """So many parts of a long context as one row of so many tokens needs to fill the device."""
-        programs = triton.cdiv(max_query, self._tuning.prefill.rows // group) * num_kv_heads
+        tokens_held = self._tuning.prefill.rows // group
+        programs = -(-max_query // tokens_held) * num_kv_heads
         return max(1, min(MOST_SPLITS, self._multiprocessors // programs))
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:

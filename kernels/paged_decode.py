@@ -55,10 +55,8 @@ def paged_decode(
     out_RHE: Tensor,
     scratch: DecodeScratch,
     tile: DecodeTile,
-    overlapped: bool = False,
 ) -> None:
-    """Writes out_RHE for the batch's first q_RHE.shape[0] rows; rows of context 0 are left alone. `overlapped`: shares are
-    found while the kernel before still runs, which must not be what writes the batch's contexts (devices from 9.0 on)."""
+    """Writes out_RHE for the batch's first q_RHE.shape[0] rows; rows of context 0 are left alone."""
     num_rows, num_heads, head_dim = q_RHE.shape
     num_kv_heads, size = pool.shape[1], pool.shape[4]
     _decode[(scratch.partial.shape[0] // 2,)](
@@ -89,10 +87,8 @@ def paged_decode(
         C=tile.tokens,
         I=tile.merged,
         ROWS=next((held for held in ROWS_HELD if held >= num_rows), triton.next_power_of_2(num_rows)),
-        OVERLAPPED=overlapped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if overlapped else {}),
     )
 
 
@@ -125,7 +121,6 @@ def _decode(
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -150,8 +145,6 @@ def _decode(
     m = tl.arange(0, M)
     e = tl.arange(0, E)
     c = tl.arange(0, C)
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_wait()
     while tile < stop:
         context = tl.load(CONTEXTS + row)
         while context == 0:

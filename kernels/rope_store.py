@@ -25,10 +25,8 @@ def rope_store(
     batch: AttentionBatch,
     out_THE: Tensor,
     tile: RopeTile,
-    overlapped: bool = False,
 ) -> None:
-    """Heads of q, k and v lie side by side within a token; tokens may be strided (slices of one projection).
-    `overlapped`: the kernel behind may begin beside this one, where it waits for what it reads of it."""
+    """Heads of q, k and v lie side by side within a token; tokens may be strided (slices of one projection)."""
     num_tokens, num_heads, head_dim = q_THE.shape
     num_kv_heads = k_TKE.shape[1]
     heads = min(tile.heads, triton.next_power_of_2(num_heads))
@@ -53,7 +51,6 @@ def rope_store(
         F=head_dim // 2,
         S=pool.shape[4],
         X=heads,
-        OVERLAPPED=overlapped,
         num_warps=tile.num_warps,
     )
 
@@ -80,10 +77,7 @@ def _rope(
     F: tl.constexpr,
     S: tl.constexpr,
     X: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
-    if OVERLAPPED:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     q_parts: tl.constexpr = (H + X - 1) // X

@@ -180,27 +180,24 @@ class Bench:
     def decode(self, num_rows: int, context: int, label: str) -> Row:
         """All layers of one step, one graph."""
         batch = batch_of([(1, context)] * num_rows, self.device)
-        q = queries(num_rows, self.device)
-
-        def step() -> None:
-            for layer in range(LAYERS):
-                self.ops.attention(q, self.pool, layer, batch, SCALE)
-
         num_bytes = LAYERS * num_rows * (context * KV_HEADS * 2 * DIM + 2 * HEADS * DIM) * 2
-        return self._bandwidth(f"decode_{label}", num_bytes, seconds_of(step))
+        return self._attention(f"decode_{label}", batch, num_bytes)
 
     def decode_mixed(self) -> None:
         """128 rows of 100 to 1,800 tokens and one of 16k: what the even split is for."""
         contexts = [100 + 37 * i % 1700 for i in range(128)] + [16384]
         batch = ragged_batch(contexts, self.device)
-        q = queries(len(contexts), self.device)
+        num_bytes = LAYERS * (sum(contexts) * KV_HEADS * 2 * DIM + 2 * len(contexts) * HEADS * DIM) * 2
+        self._attention("decode_mixed", batch, num_bytes)
+
+    def _attention(self, name: str, batch: AttentionBatch, num_bytes: int) -> Row:
+        q = queries(batch.num_decodes, self.device)
 
         def step() -> None:
             for layer in range(LAYERS):
                 self.ops.attention(q, self.pool, layer, batch, SCALE)
 
-        num_bytes = LAYERS * (sum(contexts) * KV_HEADS * 2 * DIM + 2 * len(contexts) * HEADS * DIM) * 2
-        self._bandwidth("decode_mixed", num_bytes, seconds_of(step))
+        return self._bandwidth(name, num_bytes, seconds_of(step))
 
     def prefill(self, num_tokens: int, context: int, label: str, known: bool = True) -> None:
         """One row; `known`: the host knows its lengths, so that a whole prompt takes the dense path. Beside it, SDPA's
