@@ -1,6 +1,6 @@
 {{/*
 The template of every pod: (root, component, pool, labels, settings, graceSeconds, container, resources, image, and the
-volumes it needs: model, config, sharedMemory, keys, redisCa). `container` is the YAML of what only this container has.
+volumes it needs: model, config, sharedMemory, keys, tenants). `container` is the YAML of what only this container has.
 */}}
 {{- define "headrace.pod" -}}
 {{- $root := .root -}}
@@ -129,6 +129,9 @@ spec:
         {{- if .keys }}
         - {name: api-keys, mountPath: /etc/headrace/keys, readOnly: true}
         {{- end }}
+        {{- if .tenants }}
+        - {name: tenant-keys, mountPath: /etc/headrace/tenants, readOnly: true}
+        {{- end }}
         {{- if and .config $root.Values.redis.external.caSecret }}
         - {name: redis-ca, mountPath: /etc/headrace/redis, readOnly: true}
         {{- end }}
@@ -150,6 +153,10 @@ spec:
     {{- with .keys }}
     - name: api-keys
       secret: {secretName: {{ .existingSecret }}, items: [{key: {{ .key }}, path: keys}]}
+    {{- end }}
+    {{- with .tenants }}
+    - name: tenant-keys
+      secret: {secretName: {{ . }}}
     {{- end }}
     {{- if .config }}
     {{- with $root.Values.redis.external.caSecret }}
