@@ -61,11 +61,13 @@ class RequestTimeline:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """New output of sample `index`. `text` may lag `token_ids` by what may still become a stop string; the last piece of
     a sample flushes it and carries `finish` ("stop" or "length"). The last piece of the request carries usage and
-    timeline. Usage counts, for a stop string, the tokens up to the one that completed it."""
+    timeline. Usage counts, for a stop string, the tokens up to the one that completed it.
+
+    Nobody changes one; as with SequenceOutput, one is made for every token."""
 
     index: int
     text: str
@@ -179,6 +181,7 @@ class Flight:
         self.outcome = "cancelled"
         self.cached_tokens = 0
         self.first_token_at: float | None = None
+        self.last_output_at: float | None = None
         self.waits_for_prefill = True
         self.num_uncounted = 0
         self.ended_by_worker = False

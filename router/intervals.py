@@ -33,7 +33,10 @@ class Intervals(Collector):
         registry.register(self)
 
     def of(self, model: str) -> Counts:
-        return self._by_model.setdefault(model, Counts())
+        counts = self._by_model.get(model)
+        if counts is None:
+            counts = self._by_model[model] = Counts()
+        return counts
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=["model"])

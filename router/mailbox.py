@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from headrace.errors import HeadraceError, Overloaded
 from headrace.values import RequestKey, SequenceOutput
@@ -35,7 +36,8 @@ class GivenUp:
     error: HeadraceError
 
 
-Said = SequenceOutput | PeerFailed | GivenUp
+Failure = PeerFailed | GivenUp
+T = TypeVar("T")
 
 
 class Pacer:
@@ -54,11 +56,11 @@ class Pacer:
         self._window_cpu = cpu_seconds()
         self._num_fed = 0
         self._num_behind = 0
-        self._due: deque[tuple[float, Mailbox]] = deque()
+        self._due: deque[tuple[float, Mailbox[Any]]] = deque()
         self._timer: asyncio.Handle | None = None
         self.coalescing = False
 
-    def fed(self, mailbox: "Mailbox", *, behind: bool) -> None:
+    def fed(self, mailbox: "Mailbox[Any]", *, behind: bool) -> None:
         """The mailbox got tokens that may wait; `behind`: its request has not taken the ones before yet."""
         if self._coalesce_seconds == 0:
             mailbox.wake()
@@ -102,65 +104,111 @@ class Pacer:
                 self._timer = self._loop.call_at(self._due[0][0], self._turn)
 
 
-class Mailbox:
+class Mailbox(Generic[T]):
     """Owned by one request, which alone takes; the session of its decode worker alone feeds.
 
-    `key` names the attempt that counts: what is said of an older one is dropped by the session. `heard_all` is called
-    once there is no more to hear, however slowly it will be taken: True when the last of `num_samples` finishes is here,
-    False when no more is kept.
+    `key` names the attempt that counts: what is said of an older one is dropped by the session. `relay` makes of outputs
+    what the request takes; where the request waits already, it is called as the outputs come, so that all requests of a
+    worker's step have only their writing left to do, one right after the other. `heard_all` is called once there is no
+    more to hear, however slowly it will be taken: True when the last of `num_samples` finishes is here, False when no
+    more is kept.
     """
 
-    __slots__ = ("_heard_all", "_items", "_num_open", "_overflowed", "_pacer", "_ready", "_started", "_waiter", "key")
+    __slots__ = (
+        "_earlier",
+        "_heard_all",
+        "_num_open",
+        "_outputs",
+        "_overflowed",
+        "_pacer",
+        "_ready",
+        "_relay",
+        "_started",
+        "_waiter",
+        "key",
+    )
 
     def __init__(
-        self, key: RequestKey, pacer: Pacer, num_samples: int = 1, heard_all: Callable[[bool], None] = lambda _: None
+        self,
+        key: RequestKey,
+        pacer: Pacer,
+        relay: Callable[[list[SequenceOutput]], T],
+        num_samples: int = 1,
+        heard_all: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.key = key
         self._pacer = pacer
+        self._relay = relay
         self._num_open = num_samples
         self._heard_all = heard_all
-        self._items: list[Said] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._outputs: list[SequenceOutput] = []
+        self._earlier: deque[list[SequenceOutput] | Failure] = deque()  # failures, and the outputs before them
+        self._waiter: asyncio.Future[T | Failure] | None = None
         self._ready = False
         self._started = False
         self._overflowed = False
 
-    def feed(self, said: Said) -> None:
+    def feed(self, output: SequenceOutput) -> None:
         """Adds, and never blocks. A client that does not read loses its request rather than the router its memory."""
-        behind = bool(self._items)
-        if len(self._items) >= MAX_PENDING_OUTPUTS:
+        outputs = self._outputs
+        behind = bool(outputs)
+        if len(outputs) >= MAX_PENDING_OUTPUTS:
             if not self._overflowed:
                 self._overflowed = True
                 reason = f"the client does not read: {MAX_PENDING_OUTPUTS} outputs wait for it"
-                self._items.append(GivenUp(Overloaded(reason, limit=MAX_PENDING_OUTPUTS)))
-                self.wake()
+                self.fail(GivenUp(Overloaded(reason, limit=MAX_PENDING_OUTPUTS)))
                 self._heard_all(False)
             return
-        self._items.append(said)
-        if self._started and isinstance(said, SequenceOutput) and said.finish is None:
+        if self._overflowed:
+            return
+        outputs.append(output)
+        if output.finish is not None:
+            self.wake()
+            self._num_open -= 1
+            if not self._num_open:
+                self._heard_all(True)
+        elif self._started:
             self._pacer.fed(self, behind=behind)
         else:
             self._started = True
             self.wake()
-            if isinstance(said, SequenceOutput) and said.finish is not None:
-                self._num_open -= 1
-                if not self._num_open:
-                    self._heard_all(True)
 
-    async def take(self) -> list[Said]:
-        """Everything said since the last take, in order; waits until the request is woken."""
-        while not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._ready = False
-        items, self._items = self._items, []
-        return items
+    def fail(self, failure: Failure) -> None:
+        """Adds what ends the request or needs an answer, after the outputs that came before it."""
+        if self._outputs:
+            self._earlier.append(self._outputs)
+            self._outputs = []
+        self._earlier.append(failure)
+        self.wake()
+
+    async def take(self) -> T | Failure:
+        """What comes next of what was said: what `relay` made of all outputs up to a failure, or the failure. Waits
+        until the request is woken. Raises what `relay` raised."""
+        if self._ready:
+            return self._next()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
 
     def wake(self) -> None:
-        if self._items:
+        if not (self._outputs or self._earlier):
+            return
+        waiter = self._waiter
+        if waiter is None or waiter.done():
             self._ready = True
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            return
+        try:
+            waiter.set_result(self._next())
+        except Exception as error:
+            waiter.set_exception(error)
+
+    def _next(self) -> T | Failure:
+        if self._earlier:
+            said = self._earlier.popleft()
+            self._ready = bool(self._earlier or self._outputs)
+            return self._relay(said) if isinstance(said, list) else said
+        self._ready = False
+        outputs, self._outputs = self._outputs, []
+        return self._relay(outputs)

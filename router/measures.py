@@ -8,6 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from headrace import metrics
 from headrace.values import Role
 from router.flight import STATES, Flight
+from router.intervals import Intervals
 
 SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
 FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
@@ -24,6 +25,7 @@ _IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["
 _QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.")
 _TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.")
 _TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
+_ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
 _E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
 _PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
 _ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
@@ -51,6 +53,13 @@ def shared(tenant: str, how: str) -> None:
 def waited(flight: Flight) -> None:
     """It is the request's turn."""
     _QUEUE.observe(flight.queue_seconds)
+
+
+def outputs(flight: Flight, now: float) -> None:
+    """Its worker said more, for every token: hence no histogram of the library's."""
+    if flight.last_output_at is not None:
+        _ITL.of(flight.job.model).observe(now - flight.last_output_at)
+    flight.last_output_at = now
 
 
 def first_token(seconds: float) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
 
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
@@ -88,8 +87,14 @@ class Requests:
             await self._admit(flight)
             self._dispatch(flight, mailbox)
             while not flight.done:
-                for piece in self._react(flight, mailbox, await mailbox.take()):
-                    yield piece
+                match await mailbox.take():
+                    case PeerFailed(worker_id=worker_id, error=error):
+                        self._prefill_again(flight, mailbox, worker_id, error)
+                    case GivenUp(error=error):
+                        self._place_again(flight, mailbox, error)
+                    case pieces:
+                        for piece in pieces:
+                            yield piece
             self._succeed(flight)
         except Exception as error:
             flight.outcome = error.type if isinstance(error, HeadraceError) else InternalError.__name__
@@ -131,15 +136,15 @@ class Requests:
     def _num_ready(self, role: Role) -> int:
         return sum(worker.role is role and not worker.draining for worker in self.view().workers)
 
-    def _open(self, job: Job) -> tuple[Flight, Mailbox]:
+    def _open(self, job: Job) -> tuple[Flight, Mailbox[list[Piece]]]:
         """Between processes a request has a name of this router's own: a client's id may come twice."""
         self._next_number += 1
         key = RequestKey(f"{self._router_id}:{self._next_number:x}")
         flight = Flight(job, key, lambda: self._open_text(job), self._clock.now())
         self._flights.add(flight)
-        return flight, Mailbox(key, self._pacer, job.n, partial(self._let_go, flight))
+        return flight, Mailbox(key, self._pacer, partial(self._relay, flight), job.n, partial(self._let_go, flight))
 
-    def _arm_deadline(self, flight: Flight, mailbox: Mailbox) -> asyncio.TimerHandle:
+    def _arm_deadline(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> asyncio.TimerHandle:
         seconds = self._request_seconds
         if flight.job.seconds_left is not None:
             seconds = min(seconds, flight.job.seconds_left)
@@ -148,8 +153,8 @@ class Requests:
         error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
         return asyncio.get_running_loop().call_later(seconds, self._expire, flight, mailbox, error)
 
-    def _expire(self, flight: Flight, mailbox: Mailbox, error: DeadlineExceeded) -> None:
-        mailbox.feed(GivenUp(error))
+    def _expire(self, flight: Flight, mailbox: Mailbox[list[Piece]], error: DeadlineExceeded) -> None:
+        mailbox.fail(GivenUp(error))
         self._turns.give_up(flight.entrant.name, error)
         self._let_go(flight, flight.ended_by_worker)
 
@@ -164,14 +169,14 @@ class Requests:
         cached = self._predict(flight, self.view(), self._clock.now()).cached_tokens
         return max(len(flight.job.prompt_token_ids) - max(cached.values(), default=0), 1)
 
-    def _dispatch(self, flight: Flight, mailbox: Mailbox) -> None:
+    def _dispatch(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
         """Places an admitted request and hands it to its decode worker."""
         try:
             self._submit(flight, mailbox)
         finally:
             self._turns.begun(flight.entrant)
 
-    def _submit(self, flight: Flight, mailbox: Mailbox) -> None:
+    def _submit(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
         match self._place(flight):
             case NoCapacity(reason=reason):
                 raise flight.first_error or self._nobody(flight.job, reason)
@@ -234,50 +239,28 @@ class Requests:
             n=flight.job.n,
         )
 
-    def _react(
-        self, flight: Flight, mailbox: Mailbox, said: list[SequenceOutput | PeerFailed | GivenUp]
-    ) -> Iterator[Piece]:
-        """Follows what was said, in order, and yields the client's pieces: tokens before the failure that came after
-        them. Raises what ends the request."""
-        outputs: list[SequenceOutput] = []
-        for one in said:
-            if isinstance(one, SequenceOutput):
-                outputs.append(one)
-                continue
-            yield from self._relay(flight, outputs)
-            outputs = []
-            if flight.done:
-                return
-            match one:
-                case PeerFailed(worker_id=worker_id, error=error):
-                    self._prefill_again(flight, mailbox, worker_id, error)
-                case GivenUp(error=error):
-                    self._place_again(flight, mailbox, error)
-                case _:
-                    assert_never(one)
-        yield from self._relay(flight, outputs)
-
     def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
-        if not outputs:
-            return []
+        """The client's pieces of what its worker said."""
+        now = self._clock.now()
         if flight.waits_for_prefill:
-            self._note_first_token(flight)
+            self._note_first_token(flight, now)
+        measures.outputs(flight, now)
         pieces = flight.relay(outputs)
         if flight.num_uncounted >= COUNT_EVERY_TOKENS:
             self._ledger.grew(flight.key.request_id, flight.num_uncounted)
             flight.num_uncounted = 0
         return pieces
 
-    def _note_first_token(self, flight: Flight) -> None:
+    def _note_first_token(self, flight: Flight, now: float) -> None:
         flight.waits_for_prefill = False
         self._ledger.first_token(flight.key.request_id)
         if flight.prediction is not None and flight.placed is not None:
-            self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, self._clock.now())
+            self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, now)
         if flight.first_token_at is None:
-            flight.first_token_at = self._clock.now()
-            measures.first_token(flight.first_token_at - flight.began)
+            flight.first_token_at = now
+            measures.first_token(now - flight.began)
 
-    def _place_again(self, flight: Flight, mailbox: Mailbox, error: HeadraceError) -> None:
+    def _place_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
         self._health.failed(flight.decode, error, self._clock.now())
         flight.failed(flight.decode, error)
@@ -290,7 +273,7 @@ class Requests:
                 flight.excluded = excluded
                 self._submit(flight, mailbox)
 
-    def _prefill_again(self, flight: Flight, mailbox: Mailbox, prefill: str, error: HeadraceError) -> None:
+    def _prefill_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], prefill: str, error: HeadraceError) -> None:
         """The decode worker lost its prefill worker: it gets another one, or prefills alone."""
         self._health.failed(prefill, error, self._clock.now())
         flight.failed(prefill, error)

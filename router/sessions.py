@@ -42,14 +42,14 @@ class Session:
         self.lost: str | None = None
         self._call = call
         self._clock = clock
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
         self._has_mail = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Session {self.info.worker_id}#{self.info.generation} requests={len(self._mailboxes)}>"
 
-    def submit(self, request: Request, mailbox: Mailbox) -> None:
+    def submit(self, request: Request, mailbox: Mailbox[Any]) -> None:
         self._mailboxes[request.key.request_id] = mailbox
         self.send(worker_pb2.RouterMessage(submit=wire.request_to_pb(request)))
 
@@ -120,18 +120,18 @@ class Session:
                 lost = message.peer_lost
                 mailbox = self._listener(lost.key)
                 if mailbox is not None:
-                    mailbox.feed(PeerFailed(lost.worker_id, wire.error_from_pb(lost.error)))
+                    mailbox.fail(PeerFailed(lost.worker_id, wire.error_from_pb(lost.error)))
             case "rejected":
                 mailbox = self._listener(message.rejected.key)
                 if mailbox is not None:
                     self.forget(mailbox.key.request_id)
-                    mailbox.feed(GivenUp(wire.error_from_pb(message.rejected.error)))
+                    mailbox.fail(GivenUp(wire.error_from_pb(message.rejected.error)))
             case "pong":
                 pass
             case kind:
                 raise ValueError(f"unexpected {kind or 'empty message'}")
 
-    def _listener(self, key: worker_pb2.RequestKey) -> Mailbox | None:
+    def _listener(self, key: worker_pb2.RequestKey) -> Mailbox[Any] | None:
         mailbox = self._mailboxes.get(key.request_id)
         return mailbox if mailbox is not None and mailbox.key.attempt == key.attempt else None
 
@@ -141,7 +141,7 @@ class Session:
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
             error = WorkerLost(f"worker {self.info.worker_id} is lost: {reason}", worker=self.info.worker_id)
-            mailbox.feed(GivenUp(error))
+            mailbox.fail(GivenUp(error))
 
 
 class Sessions:

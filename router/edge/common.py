@@ -1,8 +1,8 @@
 """What both edges do alike: who may ask, a prompt to tokens, a job to its pieces, and what is counted of it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter
@@ -13,7 +13,6 @@ from headrace.errors import Draining, HeadraceError, InternalError, InvalidReque
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
-from router.intervals import Intervals
 from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece
 from router.text.limits import characters_of
@@ -27,7 +26,6 @@ MAX_ASIDE = 2
 T = TypeVar("T")
 
 _ANSWERS = Counter(metrics.ANSWERS, "Requests as clients saw them end, refusals included.", ["model", "outcome"])
-_ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
 
 
 class Streams(Protocol):
@@ -144,22 +142,16 @@ class Edge:
                 return rendered
         return await self._on_thread(lambda: model.text.render(*checked()))
 
-    async def relay(self, job: Job) -> AsyncGenerator[Piece]:
-        """The job's pieces. Closing it early cancels the job."""
+    @asynccontextmanager
+    async def relay(self, job: Job) -> AsyncIterator[AsyncGenerator[Piece]]:
+        """The job's pieces. Leaving early cancels the job."""
         if self._draining:
             raise Draining("this router is shutting down")
-        gap, now = _ITL.of(job.model), self._clock.now
-        last: float | None = None
         self._num_in_flight += 1
         self._idle.clear()
         try:
             async with aclosing(self._requests.stream(job)) as pieces:
-                async for piece in pieces:
-                    at = now()
-                    if last is not None:
-                        gap.observe(at - last)
-                    last = at
-                    yield piece
+                yield pieces
         finally:
             self._num_in_flight -= 1
             if not self._num_in_flight:

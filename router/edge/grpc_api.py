@@ -6,8 +6,6 @@ that headrace.client rebuilds them.
 
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -36,9 +34,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         try:
             with self._edge.counted(request.model):
                 tenant = self._authorise(context)
@@ -46,15 +42,11 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                 job = await self._edge.prompt_job(
                     request.model, prompt, asked(request), self._envelope(request, context, tenant)
                 )
-                async with aclosing(self._edge.relay(job)) as pieces:
-                    async for piece in pieces:
-                        yield response(job, piece)
+                await self._answer(job, context)
         except Exception as error:
             await abort(context, error)
 
-    async def Chat(
-        self, request: inference_pb2.ChatRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> None:
         try:
             with self._edge.counted(request.model):
                 tenant = self._authorise(context)
@@ -66,11 +58,14 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                     asked(request),
                     self._envelope(request, context, tenant),
                 )
-                async with aclosing(self._edge.relay(job)) as pieces:
-                    async for piece in pieces:
-                        yield response(job, piece)
+                await self._answer(job, context)
         except Exception as error:
             await abort(context, error)
+
+    async def _answer(self, job: Job, context: Any) -> None:
+        async with self._edge.relay(job) as pieces:
+            async for piece in pieces:
+                await context.write(response(job, piece))
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:

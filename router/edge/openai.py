@@ -7,7 +7,7 @@ which the stream ends without `[DONE]`: a client can tell it from a finished ans
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -232,14 +232,15 @@ class OpenAi:
 
     async def _pieces(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all jobs as they come, with the job's position. The first job that fails ends them all."""
-        if len(jobs) == 1:
-            async with aclosing(self._edge.relay(jobs[0])) as pieces:
-                async for piece in pieces:
+        async with AsyncExitStack() as relays:
+            streams = [await relays.enter_async_context(self._edge.relay(job)) for job in jobs]
+            if len(streams) == 1:
+                async for piece in streams[0]:
                     yield 0, piece
-        else:
-            async with aclosing(together([self._edge.relay(job) for job in jobs])) as numbered:
-                async for item in numbered:
-                    yield item
+            else:
+                async with aclosing(together(streams)) as numbered:
+                    async for item in numbered:
+                        yield item
 
 
 class _Gate:

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from headrace.errors import Overloaded, TransferFailed
+from headrace.errors import InternalError, Overloaded, TransferFailed
 from headrace.values import FinishReason, RequestKey, SequenceOutput
 from router.mailbox import MAX_PENDING_OUTPUTS, WAKES_PER_TURN, GivenUp, Mailbox, Pacer, PeerFailed
 
@@ -11,6 +11,11 @@ KEY = RequestKey("r")
 
 def output(number: int, finish: FinishReason | None = None) -> SequenceOutput:
     return SequenceOutput(KEY, 0, (number,), number, finish=finish)
+
+
+def box(pacer: Pacer) -> Mailbox[list[SequenceOutput]]:
+    """One whose request takes the outputs as they are."""
+    return Mailbox(KEY, pacer, lambda outputs: outputs)
 
 
 class ManualLoop:
@@ -38,16 +43,43 @@ class ManualLoop:
                 timer[1]()  # type: ignore[operator]
 
 
-async def test_all_that_was_said_is_taken_at_once_and_in_order() -> None:
-    mailbox = Mailbox(KEY, Pacer(0.0, asyncio.get_running_loop()))
-    said = [output(1), output(2), PeerFailed("p", TransferFailed("x")), output(3)]
-    for one in said:
-        mailbox.feed(one)
-    assert await mailbox.take() == said
+async def test_what_was_said_is_taken_in_order_and_a_failure_after_what_came_before_it() -> None:
+    mailbox = box(Pacer(0.0, asyncio.get_running_loop()))
+    failure = PeerFailed("p", TransferFailed("x"))
+    mailbox.feed(output(1))
+    mailbox.feed(output(2))
+    mailbox.fail(failure)
+    mailbox.feed(output(3))
+    assert [await mailbox.take() for _ in range(3)] == [[output(1), output(2)], failure, [output(3)]]
+
+
+async def test_a_failure_reaches_a_waiting_request_after_the_outputs_of_the_same_moment() -> None:
+    mailbox = box(Pacer(0.0, asyncio.get_running_loop()))
+    taking = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    failure = GivenUp(Overloaded("x"))
+    mailbox.feed(output(1))
+    mailbox.feed(output(2))
+    mailbox.fail(failure)
+    assert [await taking, await mailbox.take(), await mailbox.take()] == [[output(1)], [output(2)], failure]
+
+
+async def test_what_relay_raises_reaches_the_request_that_takes() -> None:
+    def refuses(outputs: list[SequenceOutput]) -> None:
+        raise InternalError(f"{len(outputs)} outputs that do not add up")
+
+    for waits in (True, False):
+        mailbox = Mailbox(KEY, Pacer(0.0, asyncio.get_running_loop()), refuses)
+        taking = asyncio.create_task(mailbox.take())
+        if waits:
+            await asyncio.sleep(0)
+        mailbox.feed(output(1))
+        with pytest.raises(InternalError, match="1 outputs"):
+            await taking
 
 
 async def test_taking_waits_until_something_is_said() -> None:
-    mailbox = Mailbox(KEY, Pacer(0.0, asyncio.get_running_loop()))
+    mailbox = box(Pacer(0.0, asyncio.get_running_loop()))
     taking = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     assert not taking.done()
@@ -56,7 +88,7 @@ async def test_taking_waits_until_something_is_said() -> None:
 
 
 async def test_a_taker_that_is_cancelled_leaves_all_for_the_next() -> None:
-    mailbox = Mailbox(KEY, Pacer(0.0, asyncio.get_running_loop()))
+    mailbox = box(Pacer(0.0, asyncio.get_running_loop()))
     taking = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     taking.cancel()
@@ -66,12 +98,12 @@ async def test_a_taker_that_is_cancelled_leaves_all_for_the_next() -> None:
 
 
 async def test_a_client_that_does_not_read_loses_its_request_and_memory_stays_bounded() -> None:
-    mailbox = Mailbox(KEY, Pacer(0.0, asyncio.get_running_loop()))
+    mailbox = box(Pacer(0.0, asyncio.get_running_loop()))
     for number in range(3 * MAX_PENDING_OUTPUTS):
         mailbox.feed(output(number + 1))
-    said = await mailbox.take()
-    assert len(said) == MAX_PENDING_OUTPUTS + 1
-    last = said[-1]
+    said, last = await mailbox.take(), await mailbox.take()
+    assert isinstance(said, list)
+    assert len(said) == MAX_PENDING_OUTPUTS
     assert isinstance(last, GivenUp)
     assert isinstance(last.error, Overloaded)
     assert last.error.numbers == {"limit": str(MAX_PENDING_OUTPUTS)}
@@ -97,7 +129,7 @@ def pacer_under(load: Load, loop: ManualLoop, coalesce_seconds: float = 0.05) ->
 
 
 async def until_coalescing(pacer: Pacer, load: Load, loop: ManualLoop) -> None:
-    other = Mailbox(KEY, pacer)
+    other = box(pacer)
     other.feed(output(1))
     loop.advance(1.0)
     load.seconds += 0.9
@@ -108,7 +140,7 @@ async def until_coalescing(pacer: Pacer, load: Load, loop: ManualLoop) -> None:
 
 async def test_an_idle_router_passes_every_token_on_at_once(loop: ManualLoop) -> None:
     load = Load()
-    mailbox = Mailbox(KEY, pacer_under(load, loop))
+    mailbox = box(pacer_under(load, loop))
     for number in range(1, 100):
         taking = asyncio.create_task(mailbox.take())
         await asyncio.sleep(0)
@@ -122,7 +154,7 @@ async def test_under_load_the_first_token_goes_at_once_and_later_ones_wait_a_bou
     load = Load()
     pacer = pacer_under(load, loop)
     await until_coalescing(pacer, load, loop)
-    mailbox = Mailbox(KEY, pacer)
+    mailbox = box(pacer)
     taking = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     mailbox.feed(output(1))
@@ -142,22 +174,27 @@ async def test_under_load_a_finish_or_a_failure_does_not_wait(loop: ManualLoop) 
     load = Load()
     pacer = pacer_under(load, loop)
     await until_coalescing(pacer, load, loop)
-    for ending in (output(3, FinishReason.STOP), GivenUp(Overloaded("x"))):
-        mailbox = Mailbox(KEY, pacer)
+    last, failure = output(3, FinishReason.STOP), GivenUp(Overloaded("x"))
+    for ends, expected in (
+        (lambda mailbox: mailbox.feed(last), [output(2), last]),
+        (lambda mailbox: mailbox.fail(failure), [output(2)]),
+    ):
+        mailbox = box(pacer)
         mailbox.feed(output(1))
         await mailbox.take()
         taking = asyncio.create_task(mailbox.take())
         await asyncio.sleep(0)
         mailbox.feed(output(2))
-        mailbox.feed(ending)
-        assert await taking == [output(2), ending]
+        ends(mailbox)
+        assert await taking == expected
+    assert await mailbox.take() == failure
 
 
 async def test_when_the_load_is_gone_tokens_pass_at_once_again(loop: ManualLoop) -> None:
     load = Load()
     pacer = pacer_under(load, loop)
     await until_coalescing(pacer, load, loop)
-    mailbox = Mailbox(KEY, pacer)
+    mailbox = box(pacer)
     mailbox.feed(output(1))
     loop.advance(1.0)
     load.seconds += 0.1
@@ -169,7 +206,7 @@ async def test_many_streams_that_are_due_at_once_are_woken_a_few_at_a_time(loop:
     load = Load()
     pacer = pacer_under(load, loop)
     await until_coalescing(pacer, load, loop)
-    mailboxes = [Mailbox(KEY, pacer) for _ in range(2 * WAKES_PER_TURN)]
+    mailboxes = [box(pacer) for _ in range(2 * WAKES_PER_TURN)]
     for mailbox in mailboxes:
         mailbox.feed(output(1))
         await mailbox.take()
