@@ -17,7 +17,8 @@ from headrace import blocks, wire
 from headrace.clock import Clock
 from headrace.errors import HeadraceError, IncompatiblePeer, WorkerLost
 from headrace.v1 import worker_pb2, worker_pb2_grpc
-from headrace.values import PROTOCOL_VERSION, LoadReport, PrefillTarget, Request, RequestKey, WorkerInfo
+from headrace.values import PROTOCOL_VERSION, LoadReport, PrefillTarget, Request, RequestKey, SequenceOutput, WorkerInfo
+from router.listeners import Listeners
 from router.mailbox import GivenUp, Mailbox, PeerFailed
 
 log = logging.getLogger(__name__)
@@ -42,25 +43,25 @@ class Session:
         self.lost: str | None = None
         self._call = call
         self._clock = clock
-        self._mailboxes: dict[str, Mailbox[Any]] = {}
+        self._listeners = Listeners()
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
         self._has_mail = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Session {self.info.worker_id}#{self.info.generation} requests={len(self._mailboxes)}>"
+        return f"<Session {self.info.worker_id}#{self.info.generation} requests={len(self._listeners)}>"
 
     def submit(self, request: Request, mailbox: Mailbox[Any]) -> None:
-        self._mailboxes[request.key.request_id] = mailbox
-        self.send(worker_pb2.RouterMessage(submit=wire.request_to_pb(request)))
+        first_sample = self._listeners.add(request.key.request_id, request.n, mailbox)
+        self.send(worker_pb2.RouterMessage(submit=wire.request_to_pb(request, first_sample)))
 
     def cancel(self, key: RequestKey) -> None:
         """The request is no longer wanted; whatever the worker still says of it is dropped."""
-        if self._mailboxes.pop(key.request_id, None) is not None:
+        if self._listeners.remove(key.request_id) is not None:
             self.send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(key=wire.key_to_pb(key))))
 
     def forget(self, request_id: str) -> None:
         """The worker ended the request itself."""
-        self._mailboxes.pop(request_id, None)
+        self._listeners.remove(request_id)
 
     def place(self, key: RequestKey, prefill: PrefillTarget | None) -> None:
         """The answer to a PeerFailed: another prefill worker, or none, under the new attempt's key."""
@@ -109,20 +110,17 @@ class Session:
     def _hear(self, message: worker_pb2.WorkerMessage, reported: Callable[[], None]) -> None:
         match message.WhichOneof("kind"):
             case "outputs":
-                for output in message.outputs.outputs:
-                    mailbox = self._listener(output.key)
-                    if mailbox is not None:
-                        mailbox.feed(wire.output_from_pb(output, mailbox.key))
+                self._hear_step(message.outputs)
             case "load":
                 self.report = wire.report_from_pb(message.load)
                 reported()
             case "peer_lost":
                 lost = message.peer_lost
-                mailbox = self._listener(lost.key)
+                mailbox = self._listeners.find(lost.key)
                 if mailbox is not None:
                     mailbox.fail(PeerFailed(lost.worker_id, wire.error_from_pb(lost.error)))
             case "rejected":
-                mailbox = self._listener(message.rejected.key)
+                mailbox = self._listeners.find(message.rejected.key)
                 if mailbox is not None:
                     self.forget(mailbox.key.request_id)
                     mailbox.fail(GivenUp(wire.error_from_pb(message.rejected.error)))
@@ -131,15 +129,21 @@ class Session:
             case kind:
                 raise ValueError(f"unexpected {kind or 'empty message'}")
 
-    def _listener(self, key: worker_pb2.RequestKey) -> Mailbox[Any] | None:
-        mailbox = self._mailboxes.get(key.request_id)
-        return mailbox if mailbox is not None and mailbox.key.attempt == key.attempt else None
+    def _hear_step(self, step: worker_pb2.StepOutputs) -> None:
+        for output in step.outputs:
+            mailbox = self._listeners.find(output.key)
+            if mailbox is not None:
+                mailbox.feed(wire.output_from_pb(output, mailbox.key))
+        for number, token_id, count in zip(step.samples[:], step.token_ids[:], step.num_generated[:], strict=True):
+            listener = self._listeners.sample(number)
+            if listener is not None:
+                mailbox, index = listener
+                mailbox.feed(SequenceOutput(mailbox.key, index, (token_id,), count))
 
     def fail_all(self, reason: str) -> None:
         """The session is over: every request that listens is told once."""
         self.lost = self.lost or reason
-        mailboxes, self._mailboxes = self._mailboxes, {}
-        for mailbox in mailboxes.values():
+        for mailbox in self._listeners.clear():
             error = WorkerLost(f"worker {self.info.worker_id} is lost: {reason}", worker=self.info.worker_id)
             mailbox.fail(GivenUp(error))
 

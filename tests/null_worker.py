@@ -88,6 +88,7 @@ def worker_info(
 @dataclass
 class _Running:
     key: RequestKey
+    first_sample: int
     num_samples: int
     num_prompt_tokens: int
     max_tokens: int
@@ -167,7 +168,7 @@ class NullWorker:
                     self.routers.append(message.hello.router_id)
                     await outbox.put(worker_pb2.WorkerMessage(hello=wire.worker_to_pb(self.info)))
                 case "submit":
-                    self._take(wire.request_from_pb(message.submit))
+                    self._take(wire.request_from_pb(message.submit), message.submit.first_sample)
                 case "cancel":
                     self._running.pop(message.cancel.key.request_id, None)
                     self.cancels.put_nowait(wire.key_from_pb(message.cancel.key))
@@ -179,11 +180,11 @@ class NullWorker:
                         self.pings.put_nowait(None)
                         await outbox.put(worker_pb2.WorkerMessage(pong=worker_pb2.Pong()))
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Request, first_sample: int) -> None:
         if not self._auto:
             self.submits.put_nowait(request)
             return
-        running = _Running(request.key, request.n, request.num_prompt_tokens, request.sampling.max_tokens)
+        running = _Running(request.key, first_sample, request.n, request.num_prompt_tokens, request.sampling.max_tokens)
         self._running[request.key.request_id] = running
         self._has_work.set()
 
@@ -234,22 +235,27 @@ class NullWorker:
             if not self._running:
                 self._has_work.clear()
                 continue
-            message = worker_pb2.WorkerMessage(outputs=worker_pb2.StepOutputs(outputs=self._step()))
+            message = worker_pb2.WorkerMessage(outputs=self._step())
             for outbox in self._outboxes:
                 await outbox.put(message)
             await asyncio.sleep(self._step_seconds)
 
-    def _step(self) -> list[worker_pb2.SequenceOutput]:
-        outputs = []
+    def _step(self) -> worker_pb2.StepOutputs:
+        step = worker_pb2.StepOutputs()
         for request_id, running in list(self._running.items()):
             running.num_generated += 1
             count = running.num_generated
-            last = count == running.max_tokens
+            token_id, last = self._first_token + count % 1000, count == running.max_tokens
             for index in range(running.num_samples):
-                output = worker_pb2.SequenceOutput(
+                if count > 1 and not last and running.first_sample:
+                    step.samples.append(running.first_sample + index)
+                    step.token_ids.append(token_id)
+                    step.num_generated.append(count)
+                    continue
+                output = step.outputs.add(
                     key=wire.key_to_pb(running.key),
                     index=index,
-                    token_ids=[self._first_token + count % 1000],
+                    token_ids=[token_id],
                     num_generated=count,
                     finish="length" if last else "",
                 )
@@ -257,10 +263,9 @@ class NullWorker:
                     output.usage.prompt_tokens = running.num_prompt_tokens
                 if last and index == running.num_samples - 1:
                     output.timeline.SetInParent()
-                outputs.append(output)
             if last:
                 del self._running[request_id]
-        return outputs
+        return step
 
 
 async def _main() -> None:

@@ -31,12 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class RouterSession(Protocol):
-    """The stream to one router, as requests see it. Sending queues and never waits."""
+    """The stream to one router, as requests see it. Sending queues and never waits. Outputs come with the numbers that
+    the router gave their samples, 0 where it gave none."""
 
     @property
     def router_id(self) -> str: ...
 
-    def send_outputs(self, outputs: list[SequenceOutput]) -> None: ...
+    def send_outputs(self, outputs: list[tuple[int, SequenceOutput]]) -> None: ...
 
     def send_rejected(self, key: RequestKey, error: HeadraceError) -> None: ...
 
@@ -57,6 +58,7 @@ class _Live:
 
     session: RouterSession
     request: Request
+    first_sample: int
     key: RequestKey
     wire_key: RequestKey
     unfinished: int
@@ -97,11 +99,11 @@ class Intake:
 
     # -- what routers ask
 
-    def submit(self, session: RouterSession, request: Request) -> None:
+    def submit(self, session: RouterSession, request: Request, first_sample: int = 0) -> None:
         """Takes the request, or answers with Rejected and holds nothing."""
         try:
             self._check(request)
-            self._take(session, request)
+            self._take(session, request, first_sample)
         except HeadraceError as error:
             session.send_rejected(request.key, error)
 
@@ -135,14 +137,15 @@ class Intake:
 
     def outputs(self, outputs: list[SequenceOutput]) -> None:
         """To each session its part, in one call."""
-        parts: dict[RouterSession, list[SequenceOutput]] = {}
+        parts: dict[RouterSession, list[tuple[int, SequenceOutput]]] = {}
         for output in outputs:
             live = self._live.get(output.key.request_id)
             if live is None or live.key != output.key:
                 continue
             if live.wire_key != output.key:
                 output = replace(output, key=live.wire_key)
-            parts.setdefault(live.session, []).append(output)
+            number = live.first_sample and live.first_sample + output.index
+            parts.setdefault(live.session, []).append((number, output))
             if output.finish is not None:
                 live.unfinished -= 1
                 if not live.unfinished:
@@ -181,8 +184,8 @@ class Intake:
                 raise InvalidRequest(f"{request.key} is here already", field="request_id")
             self._end(live)
 
-    def _take(self, session: RouterSession, request: Request) -> None:
-        live = _Live(session, request, request.key, request.key, request.n)
+    def _take(self, session: RouterSession, request: Request, first_sample: int) -> None:
+        live = _Live(session, request, first_sample, request.key, request.key, request.n)
         now = self._engine.clock.now()
         target = request.prefill
         if target is None or target.worker_id == self._worker_id:

@@ -32,13 +32,13 @@ class RouterStream:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self._outputs: list[SequenceOutput] = []
+        self._outputs: list[tuple[int, SequenceOutput]] = []
         self._others: list[worker_pb2.WorkerMessage] = []
         self._ready = asyncio.Event()
         self._ended = False
         self.pinged_at: float | None = None
 
-    def send_outputs(self, outputs: list[SequenceOutput]) -> None:
+    def send_outputs(self, outputs: list[tuple[int, SequenceOutput]]) -> None:
         self._outputs += outputs
         self._ready.set()
 
@@ -72,8 +72,8 @@ class RouterStream:
             while self._outputs or self._others:
                 if self._outputs:
                     outputs, self._outputs = self._outputs, []
-                    step = worker_pb2.StepOutputs(outputs=[wire.output_to_pb(output) for output in outputs])
-                    yield worker_pb2.WorkerMessage(outputs=step)
+                    for step in wire.steps_to_pb(outputs):
+                        yield worker_pb2.WorkerMessage(outputs=step)
                 others, self._others = self._others, []
                 for message in others:
                     yield message
@@ -162,7 +162,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             session.send_rejected(key, InvalidRequest(f"malformed Submit: {error}"))
         else:
             try:
-                self._intake.submit(session, request)
+                self._intake.submit(session, request, submit.first_sample)
             except Exception as error:
                 log.exception("submit of %s", key)
                 session.send_rejected(key, InternalError(f"{type(error).__name__}: {error}"))

@@ -4,6 +4,8 @@ Functions come in pairs `x_to_pb` / `x_from_pb`. What arrives malformed raises I
 anything else sees it.
 """
 
+from collections.abc import Iterable
+
 from headrace.blocks import pack_tokens, unpack_tokens
 from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, rebuild
@@ -85,8 +87,9 @@ def prefill_from_pb(pb: worker_pb2.PrefillTarget) -> PrefillTarget:
     return PrefillTarget(pb.worker_id, pb.generation, pb.address)
 
 
-def request_to_pb(r: Request) -> worker_pb2.Submit:
+def request_to_pb(r: Request, first_sample: int = 0) -> worker_pb2.Submit:
     return worker_pb2.Submit(
+        first_sample=first_sample,
         key=key_to_pb(r.key),
         prompt_token_ids=pack_tokens(r.prompt_token_ids),
         sampling=sampling_to_pb(r.sampling),
@@ -281,8 +284,8 @@ def output_to_pb(o: SequenceOutput) -> worker_pb2.SequenceOutput:
 
 
 def output_from_pb(pb: worker_pb2.SequenceOutput, key: RequestKey | None = None) -> SequenceOutput:
-    """`key` where the caller has it already. A router does this for every token: repeated fields are read by slices,
-    which costs a tenth of iterating over them."""
+    """`key` where the caller has it already. Repeated fields are read by slices, which costs a tenth of iterating over
+    them."""
     ids = pb.token_ids
     finish = pb.finish
     return SequenceOutput(
@@ -297,6 +300,24 @@ def output_from_pb(pb: worker_pb2.SequenceOutput, key: RequestKey | None = None)
         if pb.HasField("timeline")
         else None,
     )
+
+
+def steps_to_pb(outputs: Iterable[tuple[int, SequenceOutput]]) -> list[worker_pb2.StepOutputs]:
+    """Outputs, each with its sample's number, in as few messages as keep every sample's tokens in order: one, unless an
+    output that is more than a plain token follows a plain one of the same sample."""
+    steps = [worker_pb2.StepOutputs()]
+    for number, o in outputs:
+        step = steps[-1]
+        if number and len(o.token_ids) == 1 and not (o.finish or o.logprobs or o.usage or o.timeline):
+            step.samples.append(number)
+            step.token_ids.append(o.token_ids[0])
+            step.num_generated.append(o.num_generated)
+        else:
+            if number in step.samples:
+                step = worker_pb2.StepOutputs()
+                steps.append(step)
+            step.outputs.append(output_to_pb(o))
+    return steps
 
 
 def counts_to_pb(counts: BlockCounts) -> control_pb2.BlockCounts:

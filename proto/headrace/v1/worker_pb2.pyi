@@ -163,7 +163,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "local_prefill_max_tokens", "prefill", "traceparent", "offer_held")
+    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "local_prefill_max_tokens", "prefill", "traceparent", "offer_held", "first_sample")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Submit(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     OFFER_HELD_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_token_ids: bytes
     sampling: WorkerSampling
@@ -188,7 +189,8 @@ class Submit(_message.Message):
     prefill: PrefillTarget
     traceparent: str
     offer_held: bool
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., offer_held: _Optional[bool] = ...) -> None: ...
+    first_sample: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., local_prefill_max_tokens: _Optional[int] = ..., prefill: _Optional[_Union[PrefillTarget, _Mapping]] = ..., traceparent: _Optional[str] = ..., offer_held: _Optional[bool] = ..., first_sample: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key",)
@@ -281,10 +283,16 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., num_generated: _Optional[int] = ..., finish: _Optional[str] = ..., usage: _Optional[_Union[WorkerUsage, _Mapping]] = ..., timeline: _Optional[_Union[WorkerTimeline, _Mapping]] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "samples", "token_ids", "num_generated")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_generated: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., samples: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_waiting", "num_running", "waiting_prefill_tokens", "context_tokens", "used_blocks", "pinned_blocks", "claimed_tokens")

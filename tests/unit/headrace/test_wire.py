@@ -116,6 +116,24 @@ def test_an_output_survives_the_wire(output: SequenceOutput) -> None:
     assert wire.output_from_pb(sent) == output
 
 
+def plain(number: int, request_id: str = "r") -> SequenceOutput:
+    return SequenceOutput(RequestKey(request_id), 0, (100 + number,), number)
+
+
+def test_plain_tokens_travel_as_numbers_and_all_else_whole() -> None:
+    whole = SequenceOutput(RequestKey("b"), 0, (5, 6), 2)
+    (step,) = wire.steps_to_pb([(7, plain(3)), (9, whole), (0, plain(1, "unnumbered"))])
+    assert (step.samples[:], step.token_ids[:], step.num_generated[:]) == ([7], [103], [3])
+    assert [wire.output_from_pb(output) for output in step.outputs] == [whole, plain(1, "unnumbered")]
+
+
+@pytest.mark.parametrize("whole", OUTPUTS)
+def test_an_output_that_is_more_than_a_token_never_overtakes_its_samples_tokens(whole: SequenceOutput) -> None:
+    first, second = wire.steps_to_pb([(7, plain(1)), (7, plain(2)), (7, whole), (8, plain(1, "b"))])
+    assert (first.samples[:], len(first.outputs)) == ([7, 7], 0)
+    assert (second.samples[:], len(second.outputs)) == ([8], 1)
+
+
 WORKER = WorkerInfo(
     worker_id="d0",
     generation=7,

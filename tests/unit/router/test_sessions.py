@@ -41,6 +41,32 @@ async def test_one_message_of_a_step_reaches_each_of_its_requests() -> None:
             assert said.token_ids == (number,)
 
 
+async def test_plain_tokens_find_their_sample_by_its_number_and_those_of_one_that_left_find_nobody() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        boxes = [submit(on, "null", f"r{number}")[0] for number in range(2)]
+        session = on.sessions.find("null")
+        assert session is not None
+        session.cancel(RequestKey("r0"))
+        step = worker_pb2.StepOutputs(samples=[1, 2, 99], token_ids=[10, 11, 12], num_generated=[1, 1, 1])
+        worker.say(worker_pb2.WorkerMessage(outputs=step))
+        assert await asyncio.wait_for(boxes[1].take(), 10) == [SequenceOutput(RequestKey("r1"), 0, (11,), 1)]
+        late = asyncio.create_task(boxes[0].take())
+        await asyncio.sleep(0)
+        assert not late.done()
+        late.cancel()
+
+
+async def test_numbers_and_tokens_that_do_not_pair_are_malformed() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        mailbox, _ = submit(on, "null")
+        worker.say(worker_pb2.WorkerMessage(outputs=worker_pb2.StepOutputs(samples=[1, 1], token_ids=[10])))
+        said: object = await asyncio.wait_for(mailbox.take(), 10)
+        if isinstance(said, list):  # what came before the fault
+            said = await asyncio.wait_for(mailbox.take(), 10)
+        assert isinstance(said, GivenUp)
+        assert "malformed" in said.error.message
+
+
 def _key(request_id: str, attempt: int = 1) -> worker_pb2.RequestKey:
     return worker_pb2.RequestKey(request_id=request_id, attempt=attempt)
 

@@ -110,7 +110,7 @@ class Leaving(RouterStream):
         self._cancel = cancel
         self.heard = asyncio.Event()
 
-    def send_outputs(self, outputs: list[SequenceOutput]) -> None:
+    def send_outputs(self, outputs: list[tuple[int, SequenceOutput]]) -> None:
         if not self.heard.is_set():
             self.heard.set()
             asyncio.get_running_loop().call_soon(self._cancel, self)
