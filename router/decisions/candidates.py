@@ -84,6 +84,7 @@ def _sound(ask: Ask, workers: list[WorkerView], now: float) -> list[WorkerView]:
 def all_candidates(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
     """Every worker on every side it has, with what is predicted of it or why it was refused."""
     decodes, prefills = who_decodes(ask, view, now), who_prefills(ask, view, now)
+    most = most_cached(ask, decodes, prefills)
     taken = {("decode", worker.worker_id) for worker in decodes} | {
         ("prefill", worker.worker_id) for worker in prefills
     }
@@ -93,7 +94,7 @@ def all_candidates(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
     others += [("prefill", worker) for worker in view.workers if worker.prefills]
     return (
         *(decode_candidate(ask, worker) for worker in decodes),
-        *(prefill_candidate(ask, worker) for worker in prefills),
+        *(prefill_candidate(ask, worker, most) for worker in prefills),
         *(
             Candidate(worker.worker_id, side, _refusal(ask, worker) or "ejected")
             for side, worker in others
@@ -107,6 +108,13 @@ def cached_tokens(ask: Ask, worker: WorkerView) -> int:
     return min(ask.cached_tokens.get(worker.worker_id, 0), ask.num_prompt_tokens - 1) if ask.cached_tokens else 0
 
 
+def most_cached(ask: Ask, *sides: list[WorkerView]) -> int:
+    """The most of the prompt that any of them holds: whatever more is computed would not have to be."""
+    if not ask.cached_tokens:
+        return 0
+    return max([cached_tokens(ask, worker) for workers in sides for worker in workers], default=0)
+
+
 def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
     tpot = worker.tpot_seconds(ask.n, ask.num_prompt_tokens)
     cached = cached_tokens(ask, worker)
@@ -116,11 +124,19 @@ def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
     return Candidate(worker.worker_id, "decode", None, cached, room, compute, tpot)
 
 
-def prefill_candidate(ask: Ask, worker: WorkerView) -> Candidate:
+def prefill_candidate(ask: Ask, worker: WorkerView, most: int) -> Candidate:
     cached = cached_tokens(ask, worker)
     compute = worker.cost.prefill_seconds(ask.num_prompt_tokens - cached, cached)
-    stall = compute * worker.load.num_waiting
+    stall = stall_seconds(ask, worker, compute, most)
     return Candidate(worker.worker_id, "prefill", None, cached, worker.queue_seconds, compute, stall_seconds=stall)
+
+
+def stall_seconds(ask: Ask, worker: WorkerView, compute: float, most: int) -> float:
+    """How long others wait because `compute` seconds of prefill are more than it takes where `most` tokens are cached:
+    those who wait on the worker now, for as many will come while it is busy. What must be computed somewhere is no reason
+    to go elsewhere."""
+    waiting = worker.load.num_waiting
+    return waiting * (compute - worker.cost.prefill_seconds(ask.num_prompt_tokens - most, most)) if waiting else 0.0
 
 
 def _refusal(ask: Ask, worker: WorkerView) -> Refusal | None:
@@ -156,7 +172,7 @@ def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
     return prices
 
 
-def prefill_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
+def prefill_prices(ask: Ask, workers: list[WorkerView], most: int) -> list[float]:
     """The queue, the uncached part, and the stall of those who wait."""
     num_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
     prices: list[float] = []
@@ -165,7 +181,7 @@ def prefill_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
         if cached >= num_tokens:
             cached = num_tokens - 1
         compute = worker.cost.prefill_seconds(num_tokens - cached, cached)
-        prices.append(worker.queue_seconds + compute + compute * worker.load.num_waiting)
+        prices.append(worker.queue_seconds + compute + stall_seconds(ask, worker, compute, most))
     return prices
 
 

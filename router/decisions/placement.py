@@ -4,8 +4,9 @@
     pick among near-equals
 
 All prices are seconds. A pair's price is what everyone waits because of it: the request's time to its first token,
-its output at the predicted TPOT, and the stall of others: of the prompts that wait on the prefill worker (as many will
-come while it is busy as wait there now), or, where the decode worker prefills by itself, of those it decodes.
+its output at the predicted TPOT, and the stall of others. On a prefill worker that is what is computed there and is
+cached elsewhere, times the prompts that wait there (as many will come while it is busy); where the decode worker prefills
+by itself, all it computes, times the sequences that it decodes.
 
 Where decode holds more of the prompt than prefill there are three ways: prefill computes it again, prefill pulls it from
 decode, decode does the rest alone. The first two are one pair, at the lower of their prices.
@@ -24,8 +25,10 @@ from router.decisions.candidates import (
     cached_tokens,
     decode_candidate,
     decode_prices,
+    most_cached,
     prefill_candidate,
     prefill_prices,
+    stall_seconds,
     who_decodes,
     who_prefills,
     why_nobody_decodes,
@@ -153,13 +156,14 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 def _priced(ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]) -> tuple[list[Pair], float]:
     """The pairs worth comparing, and what is left of the draw."""
     best_decodes, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
-    best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills), BEST_FEW + 1, tie)
-    partners = [(worker, prefill_candidate(ask, worker)) for worker in best_prefills]
+    most = most_cached(ask, decodes, prefills)
+    best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills, most), BEST_FEW + 1, tie)
+    partners = [(worker, prefill_candidate(ask, worker, most)) for worker in best_prefills]
     pairs: list[Pair] = []
     for decode in _with_warmest(ask, best_decodes, decodes):
         candidate = decode_candidate(ask, decode)
         allowed = [partner for partner in partners if _may_pair(decode, partner[0])][:BEST_FEW]
-        pairs.extend(_pair(ask, decode, candidate, *partner) for partner in allowed)
+        pairs.extend(_pair(ask, decode, candidate, *partner, most) for partner in allowed)
         if _may_prefill_alone(ask, decode, candidate, [on_prefill for _, on_prefill in allowed]):
             pairs.append(_alone(ask, decode, candidate))
     return pairs, tie
@@ -203,22 +207,26 @@ def _may_pair(decode: WorkerView, prefill: WorkerView) -> bool:
 
 
 def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partners: list[Candidate]) -> bool:
-    """A decode worker prefills where nobody else can, where little remains, or where it holds more than any other."""
+    """A decode worker prefills where nobody else can, where little remains, where it holds more than any other, or where
+    all others are busy for longer than it takes it."""
     remaining = ask.num_prompt_tokens - candidate.cached_tokens
     return (
         decode.prefills
         or not partners
         or remaining <= ask.local_prefill_max_tokens
         or candidate.cached_tokens > max(partner.cached_tokens for partner in partners)
+        or candidate.prefill_seconds < min(partner.wait_seconds for partner in partners)
     )
 
 
-def _pair(ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate) -> Pair:
+def _pair(
+    ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate, most: int
+) -> Pair:
     pulled, pull_seconds, after = _pulled(ask, decode, on_decode, prefill, on_prefill)
     exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, after)
     wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
     ttft = wait + pull_seconds + after.prefill_seconds + exposed
-    transfer, stall = pull_seconds + exposed, after.prefill_seconds * prefill.load.num_waiting
+    transfer, stall = pull_seconds + exposed, stall_seconds(ask, prefill, after.prefill_seconds, most)
     return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, transfer, stall, wait, pulled)
 
 

@@ -8,6 +8,7 @@ What comes in is cached and nothing more: a ticket whose offer failed, or was ev
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from headrace.blocks import BlockHasher, BlockId
 from headrace.values import Request
@@ -38,7 +39,7 @@ class Adopting:
         ledger = self._ledger
         num_full = min(num_offered, (request.num_prompt_tokens - 1) // ledger.block_size)
         hasher = self._hasher(request.adapter, request.cache_salt)
-        chain = tuple(hasher.chain(request.prompt_token_ids[: num_full * ledger.block_size]))
+        chain = tuple(islice(hasher.chain(request.prompt_token_ids), num_full))
         hits = ledger.match(chain)
         lacking = num_full - len(hits)
         promised = self._running.reserved_blocks + self._running.claimed_blocks

@@ -65,9 +65,12 @@ def routers() -> Iterator[Routers]:
     routers.close()
 
 
+BUSY = d("d1", load=Load(num_running=40, context_tokens=40_000))
+
+
 def explanation() -> Explanation:
     """First on (d1, p1), which fails; then prefilled by p2, where 32 tokens were promised and none were found."""
-    workers = (p("p1"), p("p2", load=Load(waiting_prefill_tokens=9000)), p("p3", draining=True), d("d1"))
+    workers = (p("p1"), p("p2", load=Load(waiting_prefill_tokens=9000)), p("p3", draining=True), BUSY)
     first = place(Ask(1000, 100, cached_tokens={"p2": 32}), View(workers), 0.0).why
     again = Ask(1000, 100, cached_tokens={"p2": 32}, decode="d1", excluded=frozenset({"p1"}))
     second = place(again, View(workers), 1.0).why

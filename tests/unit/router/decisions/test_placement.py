@@ -10,6 +10,7 @@ from headrace.values import Load, Role
 from router.decisions.candidates import (
     EXPECTED_OUTPUT_TOKENS,
     decode_prices,
+    most_cached,
     prefill_prices,
     who_decodes,
     who_prefills,
@@ -61,6 +62,7 @@ def u(name: str, **fields: object) -> WorkerView:
 
 
 ASK = Ask(num_prompt_tokens=1000, max_tokens=100)
+BUSY_DECODE = d("d", load=Load(num_running=40, context_tokens=40_000))
 
 
 def placed(ask: Ask, *workers: WorkerView, now: float = 0.0) -> tuple[str, str | None]:
@@ -97,13 +99,13 @@ def test_case_37_a_hot_prefix_does_not_draw_everything_to_one_worker() -> None:
     for _ in range(60):
         ask = Ask(num_prompt_tokens=4100, max_tokens=50, cached_tokens={"p1": 4096})
         view = [p(name, load=Load(waiting_prefill_tokens=tokens)) for name, tokens in waiting.items()]
-        _, prefill = placed(ask, *view, d("d"))
+        _, prefill = placed(ask, *view, BUSY_DECODE)
         assert prefill is not None
         waiting[prefill] += 4 if prefill == "p1" else 4100
     assert waiting["p2"] == waiting["p3"] == 0
     for _ in range(60):  # cold prompts beside: they balance
         view = [p(name, load=Load(waiting_prefill_tokens=tokens)) for name, tokens in waiting.items()]
-        _, prefill = placed(ASK, *view, d("d"))
+        _, prefill = placed(ASK, *view, BUSY_DECODE)
         assert prefill is not None
         waiting[prefill] += 1000
     assert max(waiting.values()) <= 1.25 * sum(waiting.values()) / 3
@@ -113,8 +115,27 @@ def test_what_is_computed_again_is_paid_by_all_who_wait() -> None:
     """The warm worker's queue is longer by more than its cache saves this one prompt, and by less than it saves them."""
     warm = p("warm", load=Load(num_waiting=4, waiting_prefill_tokens=3000))
     cold = p("cold", load=Load(num_waiting=4, waiting_prefill_tokens=2000))
-    assert placed(replace(ASK, cached_tokens={"warm": 512}), warm, cold, d("d")) == ("d", "warm")
-    assert placed(ASK, warm, cold, d("d")) == ("d", "cold")
+    assert placed(replace(ASK, cached_tokens={"warm": 512}), warm, cold, BUSY_DECODE) == ("d", "warm")
+    assert placed(ASK, warm, cold, BUSY_DECODE) == ("d", "cold")
+
+
+def test_what_must_be_computed_somewhere_is_no_reason_to_wait_where_fewer_wait() -> None:
+    """Many short prompts here, a few long ones there. While all that a prompt computes was counted as stall, cold prompts
+    beside a hot prefix waited four times as long as they had to: their p99 was 1.25 times round robin's."""
+    short = p("short", load=Load(num_waiting=50, waiting_prefill_tokens=1000))
+    long = p("long", load=Load(num_waiting=2, waiting_prefill_tokens=4000))
+    assert placed(ASK, short, long, BUSY_DECODE) == ("d", "short")
+
+
+def test_decode_prefills_alone_where_all_who_prefill_are_busy_for_longer_than_it_takes() -> None:
+    busy, decode = (
+        Load(num_waiting=4, waiting_prefill_tokens=4000),
+        d("d", load=Load(num_running=2, context_tokens=2000)),
+    )
+    assert placed(ASK, p("p1", load=busy), p("p2", load=busy), decode) == ("d", None)
+    assert placed(ASK, p("p1", load=busy), p("p2"), decode) == ("d", "p2")
+    assert placed(ASK, p("p1", load=busy), p("p2", load=busy), BUSY_DECODE)[1] is not None, "it would stall too many"
+    assert placed(replace(ASK, num_prompt_tokens=8000), p("p1", load=busy), decode) == ("d", "p1"), "too long for it"
 
 
 def test_a_short_remainder_is_prefilled_where_it_decodes() -> None:
@@ -277,7 +298,8 @@ def test_the_prices_of_all_workers_are_those_that_why_shows(decision: Decision) 
     assert decode_prices(ask, decodes) == pytest.approx(
         [c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds for c in taken if c.role == "decode"]
     )
-    assert prefill_prices(ask, prefills) == pytest.approx(
+    most = most_cached(ask, decodes, prefills)
+    assert prefill_prices(ask, prefills, most) == pytest.approx(
         [c.wait_seconds + c.prefill_seconds + c.stall_seconds for c in taken if c.role == "prefill"]
     )
 
