@@ -1,12 +1,19 @@
-"""The comparison behind docs/routing.md:  python -m cluster.simulation --trace FILE --out docs/benchmarks/sim-NAME.json"""
+"""The comparison behind docs/routing.md:  python -m cluster.simulation --trace FILE --out docs/benchmarks/sim-NAME.json
+
+`--plot sim-NAME.png` draws it too. The file is written anew after each stretch of traffic, so that what was found is kept
+when the rest is not waited for.
+"""
 
 import argparse
 import json
 import pathlib
+import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
-from cluster.simulation import cards, generators, sweep
+from cluster.simulation import cards, generators, plots, sweep
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Slo
@@ -20,14 +27,17 @@ def main() -> None:
     parser.add_argument("--trace", type=pathlib.Path, required=True)
     parser.add_argument("--requests", type=int, default=4000, help="of the trace, from a place that the seed chooses")
     parser.add_argument("--fractions", default=FRACTIONS, help="of capacity")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--card", default="h100")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--capacity", type=float, help="requests a second, if known")
+    parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path)
     arguments = parser.parse_args()
     card = cards.load(arguments.card)
     scale = arguments.block_size / 32
@@ -36,42 +46,55 @@ def main() -> None:
     rows, num_removed = traces.within(traces.read(arguments.trace), fleet.max_context_tokens)
     slo = Slo()
     started = time.process_time()
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     per_second = arguments.capacity
     if per_second is None:
-        first = generators.window(rows, arguments.requests, 1)
+        first = generators.window(rows, arguments.requests, seeds[0])
         per_second = sweep.capacity(fleet, first, slo, generators.rate(first))
     print(f"capacity {per_second:.2f} requests a second", flush=True)
-    seeds = range(1, arguments.seeds + 1)
+
+    def result(found: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "trace": arguments.trace.name,
+            "commit": arguments.commit,
+            "command": " ".join(["python -m cluster.simulation", *sys.argv[1:]]),
+            "date": datetime.now(UTC).date().isoformat(),
+            "requests_removed": num_removed,
+            "requests_per_run": arguments.requests,
+            "seeds": list(seeds),
+            "fleet": {
+                "card": card.as_json(),
+                "prefill": fleet.prefill,
+                "decode": fleet.decode,
+                "block_size": fleet.block_size,
+            },
+            "slo": {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds},
+            "capacity_per_second": per_second,
+            "cpu_seconds": round(time.process_time() - started, 1),
+            "verdict": sweep.verdict(found),
+            "runs": found,
+        }
+
+    def note(line: str, found: list[dict[str, Any]]) -> None:
+        print(line, flush=True)
+        if arguments.out is not None and found[-1]["policy"] == policies[-1]:
+            arguments.out.write_text(json.dumps(result(found), indent=1) + "\n", encoding="utf-8")
+
+    policies = arguments.policies.split(",")
     found = sweep.sweep(
         fleet,
-        arguments.policies.split(","),
+        policies,
         [float(fraction) for fraction in arguments.fractions.split(",")],
         seeds,
         lambda seed: generators.window(rows, arguments.requests, seed),
         slo,
         per_second,
-        lambda line: print(line, flush=True),
+        note,
     )
-    result = {
-        "trace": arguments.trace.name,
-        "requests_removed": num_removed,
-        "requests_per_run": arguments.requests,
-        "seeds": list(seeds),
-        "fleet": {
-            "card": card.as_json(),
-            "prefill": fleet.prefill,
-            "decode": fleet.decode,
-            "block_size": fleet.block_size,
-        },
-        "slo": {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds},
-        "capacity_per_second": per_second,
-        "cpu_seconds": round(time.process_time() - started, 1),
-        "verdict": sweep.verdict(found),
-        "runs": found,
-    }
-    print(json.dumps({key: result["verdict"][key] for key in ("ttft_p90_vs_best_other", "max_goodput_ratio")}))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    verdict = sweep.verdict(found)
+    print(json.dumps({key: verdict[key] for key in ("ttft_p90_vs_best_other", "max_goodput_ratio")}))
+    if arguments.plot is not None:
+        plots.draw_sweep(result(found), arguments.plot)
 
 
 if __name__ == "__main__":

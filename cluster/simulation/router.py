@@ -3,9 +3,9 @@
 admit → place → submit → relay → retry; the queue, the ledger, health and the index are production's own.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from random import Random
 from typing import assert_never
 
@@ -44,7 +44,7 @@ class RouterLimits:
     """As in headrace.config. `message_seconds`: how long a message takes to a worker."""
 
     max_queue: int = 1024
-    prefill_backlog_seconds: float = inf
+    prefill_backlog_seconds: float = 2.0
     request_seconds: float = 600.0
     local_prefill_max_tokens: int = 64
     message_seconds: float = 0.0
@@ -123,6 +123,7 @@ class VirtualRouter:
         self._ledger = Ledger()
         self._health = Health()
         self._flights: dict[str, _Flight] = {}
+        self._deadlines: deque[Served] = deque()
         self._sessions: dict[str, _Session] = {}
         self._views = Views(self._ledger, self._health)
 
@@ -159,12 +160,24 @@ class VirtualRouter:
                 return
             case decision:
                 assert_never(decision)
-        self._time.after(self._limits.request_seconds, self._expire, name, served)
+        self._deadlines.append(served)
+        if len(self._deadlines) == 1:
+            self._time.after(self._limits.request_seconds, self._expire)
 
-    def _expire(self, name: str, served: Served) -> None:
-        flight = self._flights.get(name)
-        if flight is None or flight.served is not served:
-            return
+    def _expire(self) -> None:
+        """Ends those whose time is over. One timer for all: their times end in the order in which they came."""
+        while self._deadlines:
+            served = self._deadlines[0]
+            if served.outcome:
+                self._deadlines.popleft()
+            elif (ends := served.arrived_at + self._limits.request_seconds) > self._time.now:
+                self._time.at(ends, self._expire)
+                return
+            else:
+                self._deadlines.popleft()
+                self._late(f"r{served.number}", served)
+
+    def _late(self, name: str, served: Served) -> None:
         waited = self._admission.leave(name)
         if not waited:
             self._say(self._workers[served.decode].cancel, name)

@@ -48,9 +48,9 @@ def sweep(
     traffic: Traffic,
     slo: Slo,
     capacity_per_second: float,
-    note: Callable[[str], None],
+    note: Callable[[str, list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """A row a (rate, seed, policy): the summary, with `fraction` and `seed`."""
+    """A row a (rate, seed, policy): the summary, with `fraction` and `seed`. `note` hears of each, with all so far."""
     found: list[dict[str, Any]] = []
     for fraction in fractions:
         for seed in seeds:
@@ -59,7 +59,7 @@ def sweep(
             for policy in policies:
                 summary, _ = compare.run(fleet, policy, rows, slo=slo, seed=seed)
                 found.append({"fraction": fraction, "seed": seed, **summary.as_json()})
-                note(_line(fraction, seed, summary))
+                note(_line(fraction, seed, summary), found)
     return found
 
 
