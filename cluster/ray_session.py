@@ -1,10 +1,11 @@
 """Our connection to Ray: a Ray of this machine alone, ended with us, or one that the configuration names."""
 
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -41,11 +42,14 @@ def start(config: ClusterConfig) -> None:
 
 
 def connect(address: str, cluster: str) -> None:
-    """Joins a Ray cluster that somebody else runs."""
+    """Joins a Ray cluster that somebody else runs. Unavailable when none answers, or one that this process may not join:
+    another version, another token."""
     try:
         ray.init(address=address, namespace=namespace(cluster), log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise Unavailable(f"ray.address: no Ray cluster answers at {address}: {error}") from error
+    except (RayError, RuntimeError) as error:
+        raise Unavailable(f"ray.address: the Ray cluster at {address} cannot be joined: {why(error)}") from error
 
 
 def stop() -> None:
@@ -78,22 +82,32 @@ def replace_controller(config: ClusterConfig, redis_url: str) -> None:
     """start_controller, in the place of one that may run already. Workers serve on: the new one takes them over, once the
     old one's lease is over."""
     deadline = time.monotonic() + REPLACE_SECONDS
-    while (actor := _controller(config.name)) is not None:
-        ray.kill(actor, no_restart=True)
-        if time.monotonic() > deadline:
-            raise Unavailable(f"the old controller did not end within {REPLACE_SECONDS:.0f} s")
-        time.sleep(REPLACE_LOOK_SECONDS)
-    start_controller(config, redis_url)
+    with _answering():
+        while (actor := _controller(config.name)) is not None:
+            ray.kill(actor, no_restart=True)
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the old controller did not end within {REPLACE_SECONDS:.0f} s")
+            time.sleep(REPLACE_LOOK_SECONDS)
+        start_controller(config, redis_url)
 
 
 def check_controller(cluster: str) -> None:
     """Unavailable when the Ray cluster does not answer, or has no controller. One that Ray just starts again is waited
     for."""
-    actor = _controller(cluster)
-    if actor is None:
-        raise Unavailable("the Ray cluster has no controller any more")
-    try:
+    with _answering():
+        actor = _controller(cluster)
+        if actor is None:
+            raise Unavailable("the Ray cluster has no controller any more")
         ray.get(actor.ping.remote(), timeout=ANSWER_SECONDS)
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Whatever a Ray cluster that is lost fails with, as Unavailable."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise Unavailable(f"the Ray cluster does not answer: {error}") from error
     except RayError as error:
         raise Unavailable(f"the controller does not answer: {why(error)}") from error
 
@@ -104,8 +118,6 @@ def _controller(cluster: str) -> Any:
         return ray.get_actor(NAME, namespace=namespace(cluster))
     except ValueError:
         return None
-    except ConnectionError as error:
-        raise Unavailable(f"the Ray cluster does not answer: {error}") from error
 
 
 def stop_controller(cluster: str, seconds: float) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pathlib
-from dataclasses import dataclass
 
 import click
 
@@ -12,14 +11,6 @@ from cluster.commands.up import load
 from cluster.session import Session, SessionFolder
 from cluster.signals import Signals
 from headrace.config import ClusterConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Routers:
-    """Where clients of the cluster, and of this command's own session folder, find a router."""
-
-    http_url: str
-    grpc_address: str
 
 
 @click.command(name="controller")
@@ -46,40 +37,29 @@ def command(
     /ready (a controller leads), /metrics (sizes of pools), /targets (where workers' metrics are, for Prometheus' HTTP
     service discovery).
     """
-    asyncio.run(
-        _serve(
-            _given(load(config), redis_url, ray_address),
-            config,
-            host,
-            http_port,
-            Routers(router_http_url, router_grpc_address),
-        )
+    cluster = load(config)
+    redis = cluster.redis.model_copy(update={"url": redis_url or cluster.redis.url})
+    ray = cluster.ray.model_copy(update={"address": ray_address or cluster.ray.address})
+    session = Session(
+        cluster=cluster.name,
+        pid=os.getpid(),
+        config_path=str(config),
+        model_name=cluster.model_name,
+        http_url=router_http_url,
+        grpc_address=router_grpc_address,
+        redis_url=redis.url or "",
+        ray_address=ray.address or "",
+        ready=True,
     )
+    asyncio.run(_keep(cluster.model_copy(update={"redis": redis, "ray": ray}), session, host, http_port))
 
 
-def _given(config: ClusterConfig, redis_url: str | None, ray_address: str | None) -> ClusterConfig:
-    redis = config.redis.model_copy(update={"url": redis_url or config.redis.url})
-    ray = config.ray.model_copy(update={"address": ray_address or config.ray.address})
-    return config.model_copy(update={"redis": redis, "ray": ray})
-
-
-async def _serve(config: ClusterConfig, path: pathlib.Path, host: str, port: int, routers: Routers) -> None:
+async def _keep(config: ClusterConfig, session: Session, host: str, port: int) -> None:
+    """Until a signal asks for the end. The session is there for as long as this runs."""
     signals = Signals(lambda step: None)
     folder = SessionFolder(config.name)
     with folder.owned():
-        folder.write(
-            Session(
-                cluster=config.name,
-                pid=os.getpid(),
-                config_path=str(path),
-                model_name=config.model_name,
-                http_url=routers.http_url,
-                grpc_address=routers.grpc_address,
-                redis_url=config.redis.url or "",
-                ray_address=config.ray.address or "",
-                ready=True,
-            )
-        )
+        folder.write(session)
         try:
             await keeper.keep(config, host, port, connected=signals.install)
         except asyncio.CancelledError:

@@ -167,7 +167,8 @@ class RouterConfig(_Section):
 
 
 class RedisConfig(_Section):
-    """`embedded_port`: where the embedded Valkey listens when `url` is null; when it is taken, a free one is chosen."""
+    """`url`: redis(s)://host:port/db, or redis(s)+sentinel://host:port,…/SERVICE/db. `embedded_port`: where the embedded
+    Valkey listens when `url` is null; when it is taken, a free one is chosen."""
 
     url: str | None = None
     embedded_port: Port = Field(default=16379, ge=0, le=65535)

@@ -8,12 +8,14 @@ Nothing is sent before the first call, so a process starts without Redis and fin
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, MovedError, ReadOnlyError, ResponseError, TimeoutError
 
@@ -21,6 +23,9 @@ from headrace.clock import Clock, SystemClock
 from headrace.errors import ConfigError, Unavailable
 
 T = TypeVar("T")
+
+SENTINEL_PORT = 26379
+SENTINEL_SHARE = 0.25  # of the budget, for one Sentinel
 
 _AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError, asyncio.TimeoutError)
 _AWAY_CODES = ("MASTERDOWN", "LOADING", "READONLY", "TRYAGAIN", "NOREPLICAS", "UNKILLABLE", "BUSY ")
@@ -92,8 +97,12 @@ class Breaker:
 class Store:
     """One process's way to Redis. Owns the connections and the breaker."""
 
-    def __init__(self, client: Any, budget_seconds: float, clock: Clock, breaker: Breaker) -> None:
+    def __init__(
+        self, client: Any, budget_seconds: float, clock: Clock, breaker: Breaker, others: Sequence[Any] = ()
+    ) -> None:
+        """`others`: clients that `client` needs, closed with it."""
         self._client = client
+        self._others = others
         self._budget_seconds = budget_seconds
         self._clock = clock
         self._breaker = breaker
@@ -135,7 +144,8 @@ class Store:
         return result
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in (self._client, *self._others):
+            await client.aclose()
 
     def _away(self, error: BaseException) -> StoreUnavailable:
         self._breaker.failed(self._clock.now())
@@ -156,24 +166,57 @@ class Store:
 def _cluster_refused() -> ConfigError:
     return ConfigError(
         "redis.url names a node of a Redis Cluster (cluster_enabled:1), which is not supported: give the URL of a "
-        "standalone server, or of the primary behind Sentinel or a proxy",
+        "standalone server, or redis+sentinel:// for the primary that Sentinels name",
         key="redis.url",
     )
 
 
 def connect(url: str, budget_seconds: float, clock: Clock | None = None, breaker: Breaker | None = None) -> Store:
-    """A store on redis://… or rediss://… (TLS). Sends nothing yet. ConfigError on any other URL."""
-    if not url.startswith(("redis://", "rediss://")):
-        raise ConfigError.out_of_range("redis.url", url, "a redis:// or rediss:// URL")
+    """A store on redis:// or rediss:// (TLS), or on the primary that Sentinels name:
+
+        redis+sentinel://[user:password@]host:port[,host:port…]/SERVICE[/DB][?sentinel_password=…]
+
+    Sends nothing yet. ConfigError on any other URL."""
+    # Replies are bounded by `call` as a whole, so that a BLOCK longer than the budget can be asked for.
+    options: dict[str, Any] = {
+        "socket_connect_timeout": budget_seconds,
+        "socket_timeout": None,
+        "socket_keepalive": True,
+        "retry": Retry(NoBackoff(), 0),
+    }
     try:
-        # Replies are bounded by `call` as a whole, so that a BLOCK longer than the budget can be asked for.
-        client = Redis.from_url(
-            url,
-            socket_connect_timeout=budget_seconds,
-            socket_timeout=None,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-        )
+        if url.startswith(("redis+sentinel://", "rediss+sentinel://")):
+            client, sentinels = _behind_sentinels(url, options, budget_seconds * SENTINEL_SHARE)
+        elif url.startswith(("redis://", "rediss://")):
+            client, sentinels = Redis.from_url(url, **options), ()
+        else:
+            raise ConfigError.out_of_range("redis.url", url, "a redis(s):// or redis(s)+sentinel:// URL")
     except ValueError as error:
         raise ConfigError(f"redis.url: {error}, got {url!r}", key="redis.url", value=url) from error
-    return Store(client, budget_seconds, clock or SystemClock(), breaker or Breaker())
+    return Store(client, budget_seconds, clock or SystemClock(), breaker or Breaker(), sentinels)
+
+
+def _behind_sentinels(url: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, Sequence[Any]]:
+    """A client of the primary, which is asked for at every new connection, and the clients that ask: `seconds` for each
+    Sentinel, so that one that is gone leaves time for the next. ValueError when the URL names no Sentinel or service."""
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = (unquote(part) for part in credentials.partition(":"))
+    places = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service or not all(place.hostname for place in places):
+        raise ValueError("Sentinels are named by host:port[,host:port…]/SERVICE")
+    asked = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    own = {name: asked.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    shared = {**asked, "ssl": parts.scheme == "rediss+sentinel"}
+    timeouts = {"socket_connect_timeout": seconds, "socket_timeout": seconds}
+    manager = Sentinel(  # type: ignore[no-untyped-call]
+        [(place.hostname, place.port or SENTINEL_PORT) for place in places],
+        sentinel_kwargs={**options, **shared, **own, **timeouts},
+        username=user or None,
+        password=password or None,
+        db=int(database or 0),
+        **options,
+        **shared,
+    )
+    return manager.master_for(service), manager.sentinels
