@@ -61,6 +61,11 @@ bench-sim: setup  ## 1,000 virtual workers and 100,000 requests on one core; hot
 gpu-test:  ## the kernels, the engine and the links on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
+gpu-sanitize:  ## attention and the KV write under compute-sanitizer, on a host that allows it
+	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu/test_kernels.py \
+		-k "decode_shapes or over_parts or rope_store or gather_row or (prefill and mixed)" || exit 1; done
+
 bench-kernels:  ## each kernel against the card's own limits; the pull too where there are two devices
 	$(GPU_PYTHON) -m loadtests.bench_kernels
 	@if [ "$$(nvidia-smi -L | wc -l)" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_kernels --pull; fi
@@ -75,4 +80,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host'
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -94,8 +94,8 @@ def attention_rows() -> Iterator[Row]:
         yield replace(row, name=f"attn_bw_{name}", must=must, aim=aim)
 
 
-def start_rows(shape: dict[str, Any]) -> Iterator[Row]:
-    for name, seconds, note in gpu_start.measure(shape):
+def start_rows(shape: dict[str, Any], checkpoint: pathlib.Path | None) -> Iterator[Row]:
+    for name, seconds, note in gpu_start.measure(shape, checkpoint):
         warm = name == "ready_s"
         yield Row(name, seconds, "s", "lower", 25 if warm else None, 12 if warm else None, note=note)
 
@@ -117,7 +117,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from attention_rows()
     if "start" in parts:
         torch.cuda.empty_cache()
-        yield from start_rows(shape)
+        yield from start_rows(shape, arguments.checkpoint)
 
 
 def main() -> int:
@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer than 32 only to try the bench itself")
     parser.add_argument("--eager", action="store_true", help="every kernel launched from Python, no CUDA graphs")
     parser.add_argument("--peer", type=pathlib.Path, help='{"name": …, "rows": {"decode_b1": …, …}}')
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="of this shape, in the page cache; else one is written")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     add_arguments(parser)
     arguments = parser.parse_args()

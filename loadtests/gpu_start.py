@@ -20,8 +20,8 @@ SHARDS, WRITERS = 16, 4
 NEEDED_BYTES = 20 * 2**30
 
 
-def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any]) -> float:
-    """Random weights, as sharded safetensors; their GiB."""
+def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any]) -> None:
+    """Random weights, as sharded safetensors."""
     import torch
     from safetensors.torch import save_file
 
@@ -35,16 +35,15 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any]) -> float:
     here = RankContext(ParallelLayout(), 0, torch.device("meta"))
     model = Transformer(Checkpoint.open(folder).config, here, ReferenceOps(), torch.bfloat16, 64)
 
-    def save(shard: int) -> int:
+    def save(shard: int) -> None:
         tensors = {
             item.name: torch.randn(item.shape, dtype=torch.bfloat16, device="cuda").mul_(0.02).cpu()
             for item in model.wanted[shard::SHARDS]
         }
         save_file(tensors, folder / f"model-{shard:05}.safetensors", metadata={"format": "pt"})
-        return sum(tensor.nbytes for tensor in tensors.values())
 
     with ThreadPoolExecutor(WRITERS) as writers:
-        return sum(writers.map(save, range(SHARDS))) / 2**30
+        list(writers.map(save, range(SHARDS)))
 
 
 def start(folder: str, began: float) -> dict[str, float]:
@@ -89,18 +88,20 @@ def timed_start(folder: pathlib.Path, kernel_cache: pathlib.Path) -> tuple[float
     return sum(phases.values()), phases
 
 
-def measure(shape: dict[str, Any]) -> list[tuple[str, float, str]]:
-    """(row, seconds, note) of a cold and of a warm start. The checkpoint lies in memory, as a page cache does."""
+def measure(shape: dict[str, Any], folder: pathlib.Path | None) -> list[tuple[str, float, str]]:
+    """(row, seconds, note) of a cold and of a warm start, from a checkpoint of this shape that is written first, or lies in
+    `folder` already: in memory, as a page cache does."""
     memory = pathlib.Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_BYTES
-    with tempfile.TemporaryDirectory(dir=memory if roomy else None) as name:
-        folder, cache = pathlib.Path(name), pathlib.Path(name) / "kernels"
-        began = time.time()
-        size = write_checkpoint(folder, shape)
-        print(f"  wrote {size:.1f} GiB in {time.time() - began:.1f} s", flush=True)
+    with tempfile.TemporaryDirectory(dir=memory if folder is None and roomy else None) as name:
+        scratch = pathlib.Path(name)
+        if folder is None:
+            folder = scratch
+            write_checkpoint(folder, shape)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**30
         rows = []
         for row in ("ready_cold_s", "ready_s"):
-            seconds, phases = timed_start(folder, cache)
+            seconds, phases = timed_start(folder, scratch / "kernels")
             rows.append((row, seconds, f"{size:.1f} GiB; " + ", ".join(f"{k} {v:.2f}" for k, v in phases.items())))
         return rows
 
