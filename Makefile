@@ -61,10 +61,10 @@ bench-sim: setup  ## 1,000 virtual workers and 100,000 requests on one core; hot
 gpu-test:  ## the kernels, the engine and the links on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
-gpu-sanitize:  ## attention and the KV write under compute-sanitizer, on a host that allows it
+gpu-sanitize:  ## attention and the KV write under compute-sanitizer, on a host that allows it (fmha: the reference's own)
 	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-		$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu/test_kernels.py \
-		-k "decode_shapes or over_parts or rope_store or gather_row or (prefill and mixed)" || exit 1; done
+		--kernel-name-exclude kernel_substring=fmha $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+		-q tests/gpu/test_kernels.py -k "$(or $(K),decode_shapes or over_parts or rope_store or gather_row)" || exit 1; done
 
 bench-kernels:  ## each kernel against the card's own limits; the pull too where there are two devices
 	$(GPU_PYTHON) -m loadtests.bench_kernels
