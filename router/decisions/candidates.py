@@ -110,9 +110,11 @@ def cached_tokens(ask: Ask, worker: WorkerView) -> int:
 
 def most_cached(ask: Ask, *sides: list[WorkerView]) -> int:
     """The most of the prompt that any of them holds: whatever more is computed would not have to be."""
-    if not ask.cached_tokens:
+    held = ask.cached_tokens
+    if not held:
         return 0
-    return max([cached_tokens(ask, worker) for workers in sides for worker in workers], default=0)
+    most = max([held.get(worker.worker_id, 0) for workers in sides for worker in workers], default=0)
+    return min(most, ask.num_prompt_tokens - 1)
 
 
 def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
@@ -165,10 +167,14 @@ def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
 def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
     """The wait for room and an expected output at the predicted TPOT: of a Candidate, without making one."""
     n, num_tokens = ask.n, ask.num_prompt_tokens
-    prices = [EXPECTED_OUTPUT_TOKENS * worker.tpot_seconds(n, num_tokens) for worker in workers]
+    if n == 1:  # tpot_seconds(), without a call for every worker
+        tpots = [worker.step_seconds + worker.context_seconds * num_tokens for worker in workers]
+    else:
+        tpots = [worker.tpot_seconds(n, num_tokens) for worker in workers]
+    prices = [EXPECTED_OUTPUT_TOKENS * tpot for tpot in tpots]
     full = [at for at, worker in enumerate(workers) if n > worker.free_slots or num_tokens > worker.free_tokens]
     for at in full:
-        prices[at] += _room_seconds(ask, workers[at], prices[at] / EXPECTED_OUTPUT_TOKENS)
+        prices[at] += _room_seconds(ask, workers[at], tpots[at])
     return prices
 
 
@@ -181,7 +187,8 @@ def prefill_prices(ask: Ask, workers: list[WorkerView], most: int) -> list[float
         if cached >= num_tokens:
             cached = num_tokens - 1
         compute = worker.cost.prefill_seconds(num_tokens - cached, cached)
-        prices.append(worker.queue_seconds + compute + stall_seconds(ask, worker, compute, most))
+        stall = stall_seconds(ask, worker, compute, most) if cached < most else 0.0
+        prices.append(worker.queue_seconds + compute + stall)
     return prices
 
 

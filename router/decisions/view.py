@@ -46,6 +46,7 @@ class WorkerView:
     num_sequences    running and waiting ones
     free_slots       how many more sequences the worker runs at once; below 0 when some already wait
     queue_seconds    how long the prompts that wait on the worker take to compute, step by step
+    step_seconds     a decode step with one sequence more, without that one's tokens; each is `context_seconds`
     decode_limit     the longest prompt and output that it may decode; below 0: it takes none to decode
     prefill_limit    the same of what it may prefill
     """
@@ -64,6 +65,8 @@ class WorkerView:
     num_sequences: int = field(init=False, repr=False, compare=False)
     free_slots: int = field(init=False, repr=False, compare=False)
     queue_seconds: float = field(init=False, repr=False, compare=False)
+    step_seconds: float = field(init=False, repr=False, compare=False)
+    context_seconds: float = field(init=False, repr=False, compare=False)
     decode_limit: int = field(init=False, repr=False, compare=False)
     prefill_limit: int = field(init=False, repr=False, compare=False)
     max_num_seqs: int = field(init=False, repr=False, compare=False)
@@ -85,6 +88,8 @@ class WorkerView:
         derive(self, "queue_seconds", num_steps * base + load.waiting_prefill_tokens * token)
         derive(self, "max_num_seqs", capacity.max_num_seqs)
         derive(self, "max_context_tokens", capacity.max_context_tokens)
+        derive(self, "step_seconds", self.cost.decode_step_seconds(self._running_with(1), load.context_tokens))
+        derive(self, "context_seconds", self.cost.decode_context_token_seconds)
         limit = -1 if self.draining else capacity.max_context_tokens
         derive(self, "decode_limit", limit if self.decodes else -1)
         derive(self, "prefill_limit", limit if self.prefills else -1)
@@ -94,10 +99,12 @@ class WorkerView:
 
     def tpot_seconds(self, n: int, num_prompt_tokens: int) -> float:
         """A step's seconds once `n` samples of such a prompt have joined."""
-        running = self.num_sequences + n
-        if running > self.max_num_seqs:
-            running = self.max_num_seqs
-        return self.cost.decode_step_seconds(running, self.load.context_tokens + num_prompt_tokens)
+        more = (self._running_with(n) - self._running_with(1)) * self.cost.decode_sequence_seconds if n > 1 else 0.0
+        return self.step_seconds + self.context_seconds * num_prompt_tokens + more
+
+    def _running_with(self, n: int) -> int:
+        """How many sequences run at once when `n` more are here."""
+        return min(self.num_sequences + n, self.info.capacity.max_num_seqs)
 
     @property
     def target(self) -> PrefillTarget:
