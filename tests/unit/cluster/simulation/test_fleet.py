@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,9 +15,10 @@ from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Slo, Tally, summarise
 from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits
 from headrace.costmodel import CostModel
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, TransferFailed
 from headrace.traces import TraceRow
-from headrace.values import Role
+from headrace.values import Role, Ticket
+from workers.virtual.worker import VirtualWorker
 
 COST = CostModel(
     prefill_base_seconds=0.25,
@@ -246,6 +248,33 @@ def test_paced_cold_prompts_are_spread_evenly_over_idle_workers() -> None:
     for role in ("prefill", "decode"):
         counts = Counter(getattr(served, role) for served in tally.served)
         assert sum((counts[f"{role}-{n}"] - 40) ** 2 / 40 for n in range(10)) < 21.7, f"{role}: {counts}"
+
+
+def test_case_11_the_owner_of_the_hottest_prefix_accepts_and_fails_and_is_ejected_and_probed_back() -> None:
+    """Four in five prompts begin with what one prefill worker holds. From second 1010 to 1050 it takes tickets and fails
+    them: 3 in a row eject it for 5 s, a probe that fails for twice as long as before; one that succeeds brings it back."""
+    four = fleet(prefill=4, card=replace(CARD, num_blocks=4096))
+    tally = Tally(four.roles)
+    simulation = Simulation(four, "ours", tally)
+    simulation.run([TraceRow(n, 3.0 * n, 600, 2, (7,)) for n in range(20)])
+    ((name, count),) = Counter(served.prefill for served in tally.served).most_common(1)
+    assert name is not None
+    assert count == 20, "the prefix is not one worker's"
+    owner, failed_at = simulation.workers[name], list[float]()
+    take = owner.ticket
+
+    def ticket(puller: VirtualWorker, ticket: Ticket, num_offered: int) -> None:
+        now = simulation.time.now
+        if not 1010 <= now < 1050:
+            return take(puller, ticket, num_offered)
+        failed_at.append(now)
+        return simulation.time.after(MESSAGE, puller.aborted, ticket.request.key, TransferFailed("the link closed"))
+
+    owner.ticket = ticket  # type: ignore[method-assign]
+    simulation.run([TraceRow(20 + n, 1000 + n, 600, 2, (7,) if n % 5 else (100 + n,)) for n in range(120)])
+    assert {served.outcome for served in tally.served} == {"finished"}, "what it failed was prefilled elsewhere"
+    assert [round(later - at, 1) for at, later in pairwise(failed_at)] == [1.0, 1.0, 6.0, 11.0]
+    assert any(served.prefill == name for served in tally.served if served.arrived_at > 1090)
 
 
 def test_what_decode_does_not_hold_yet_is_not_counted_on() -> None:
