@@ -46,14 +46,35 @@ def rendered(values: pathlib.Path, *settings: str) -> list[Manifest]:
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 
 
-@pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
-def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
-    """Of each example in turn."""
-    return rendered(request.param)
-
-
 def example(name: str) -> pathlib.Path:
     return ROOT / "examples" / "helm" / f"{name}.yaml"
+
+
+# Ways through the chart that no example takes.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "hpa": (
+        "keda-statefulset",
+        "autoscaling.kind=hpa",
+        "router.autoscaling.kind=hpa",
+        "redis.external.existingSecret=r",
+    ),
+    "open": ("cpu", "ray.auth.enabled=false", "networkPolicy.enabled=false", "serviceAccount.create=false"),
+    "pinned": (
+        "cpu-statefulset",
+        f"image.digest=sha256:{'0' * 64}",
+        "model.fetch=false",
+        "image.pullSecrets={registry}",
+    ),
+    "nodes-scaled": ("one-8-gpu-node", "autoscaling.mode=controller", "node.max=4", "ray.auth.existingSecret=token"),
+    "proxied": ("cpu", "router.service.type=LoadBalancer", "router.gateway.enabled=true", "router.gateway.name=g"),
+}
+
+
+@pytest.fixture(params=[*(path.stem for path in EXAMPLES), *VARIANTS])
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    """Of each example and each variant in turn."""
+    name, *settings = VARIANTS.get(request.param, (request.param,))
+    return rendered(example(name), *settings)
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:

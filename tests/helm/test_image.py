@@ -4,8 +4,10 @@ import re
 import subprocess
 import tomllib
 
+import yaml
+
 from tests.conftest import ROOT
-from tests.helm.conftest import tool
+from tests.helm.conftest import CHART, tool
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
@@ -24,6 +26,14 @@ def test_all_that_the_wheel_is_made_of_is_copied_and_nothing_that_is_not_there()
     assert {package.partition("/")[0] for package in packages} <= sources
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {f"!{source}" for source in sources} <= set(ignored)
+
+
+def test_the_chart_names_the_versions_that_are_inside() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["appVersion"] == project["version"]
+    ray = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["ray"]["version"]
+    assert f"ray=={ray}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_it_runs_as_the_user_that_the_chart_names() -> None:

@@ -19,7 +19,7 @@ from tests.helm.conftest import CHART, example, named, of_kind, rendered, tool
 from workers.meters import Meters
 
 assert router.__main__
-RELEASE = "llm/hr-headrace"
+RELEASE = "llm.hr-headrace"
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
 UNITS = sorted((ROOT / "tests" / "helm" / "rules").glob("*.yaml"))

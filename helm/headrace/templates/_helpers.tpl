@@ -7,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "headrace.release" -}}{{ .Release.Namespace }}/{{ include "headrace.name" . }}{{- end -}}
+{{- define "headrace.release" -}}{{ .Release.Namespace }}.{{ include "headrace.name" . }}{{- end -}}
 
 {{/* What selects the pods of a component: (root, component, pool). KubeRay sets app.kubernetes.io/name itself. */}}
 {{- define "headrace.selector" -}}
