@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cluster.leased import Leased, leased_workers
 from cluster.reconcile import Phase
 from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
@@ -25,8 +26,9 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`controller` says what is wrong with the control plane; empty when nothing is. `failures`: why workers that are
-    desired and not ready last ended, by worker id."""
+    """`controller` says what is wrong with the control plane; empty when nothing is. Where none ever was (workers under
+    StatefulSets), `workers` are those that hold a lease, and nobody says how many are `desired`. `failures`: why workers
+    that are desired and not ready last ended, by worker id."""
 
     session: Session
     desired: dict[str, int]
@@ -43,7 +45,9 @@ async def take(session: Session) -> Snapshot:
         state = ControlState(store, session.cluster)
         observed = await state.observed()
         if observed is None:
-            controller = "none has said anything yet"
+            leased = await leased_workers(store, session.cluster)
+            observed = ObservedState("", tuple(map(_leased, leased)))
+            controller = f"none has said anything yet{'; these workers hold a lease' if leased else ''}"
         elif not await state.has_leader():
             controller = "none leads just now; this is what the last one saw"
     except StoreUnavailable as error:
@@ -63,6 +67,20 @@ def _failures(observed: ObservedState) -> dict[str, str]:
         for worker, (_, count, reason) in (observed.history or {}).items()
         if count and worker not in known
     }
+
+
+def _leased(worker: Leased) -> WorkerRecord:
+    info = worker.info
+    return WorkerRecord(
+        worker_id=info.worker_id,
+        pool=info.worker_id.rpartition("-")[0],
+        generation=info.generation,
+        role=info.role.value,
+        layout=str(info.layout),
+        phase=(Phase.DRAINING if worker.draining else Phase.READY).value,
+        in_phase_seconds=0.0,
+        address=info.address,
+    )
 
 
 async def _ask(record: WorkerRecord) -> WorkerStatus:

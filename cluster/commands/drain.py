@@ -3,15 +3,13 @@
 import asyncio
 import json
 import pathlib
-from typing import Any
 
 import click
 
 from cluster.commands.up import load
+from cluster.leased import leased_workers
 from cluster.worker_client import WorkerClient
 from headrace.errors import ConfigError, InternalError, WorkerLost
-from headrace.keys import Keys
-from headrace.leases import parse_lease
 from headrace.store import connect
 
 BUDGET_SECONDS = 2.0
@@ -62,21 +60,12 @@ async def drain_host(cluster: str, redis_url: str, host: str, grace_seconds: flo
 
 async def addresses_on(cluster: str, redis_url: str, host: str) -> dict[str, str]:
     """Where the workers with a lease on that host answer. StoreUnavailable when Redis does not."""
-
-    async def leases(redis: Any) -> list[dict[bytes, bytes]]:
-        names = [name async for name in redis.scan_iter(match=Keys(cluster).lease_pattern, count=1000)]
-        return [await redis.hgetall(name) for name in sorted(names)]
-
     store = connect(redis_url, BUDGET_SECONDS)
     try:
-        workers = [worker for fields in await store.call(leases) if (worker := parse_lease(fields)) is not None]
+        workers = await leased_workers(store, cluster)
     finally:
         await store.close()
-    return {
-        worker.worker_id: worker.address
-        for worker in workers
-        if worker.address.rpartition(":")[0].strip("[]") == host.strip("[]")
-    }
+    return {worker.info.worker_id: worker.info.address for worker in workers if worker.host == host.strip("[]")}
 
 
 async def _drain(address: str, grace_seconds: float) -> int | str:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import pathlib
 from dataclasses import asdict
 
 import click
@@ -10,8 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from cluster.commands.up import load
 from cluster.session import Session, find
 from cluster.snapshot import Snapshot, WorkerStatus, take
+from headrace.config import ClusterConfig
 from headrace.errors import ConfigError
 
 WATCH_SECONDS = 1.0
@@ -20,11 +24,16 @@ COLORS = {"ready": "green", "starting": "yellow", "draining": "yellow", "drained
 
 @click.command(name="status")
 @click.option("--cluster", help="The cluster's name; not needed when there is one.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=pathlib.Path),
+    help="Instead: a cluster that others run, by its headrace.yaml; its Redis also by $HEADRACE_REDIS_URL.",
+)
 @click.option("--watch", is_flag=True, help="Keep looking, once a second, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One object; with --watch one a line.")
-def command(cluster: str | None, watch: bool, as_json: bool) -> None:
+def command(cluster: str | None, config: pathlib.Path | None, watch: bool, as_json: bool) -> None:
     """Show every pool and worker: role, load, KV blocks, hand-offs, and each link with the reason for its kind."""
-    session = read(cluster)
+    session = read(cluster) if config is None else described(load(config), config)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_follow_lines(session) if as_json else _follow(session))
@@ -41,6 +50,26 @@ def read(cluster: str | None) -> Session:
     if session is None or not folder.running:
         raise ConfigError(f"{folder.cluster} does not run any more: clean up with `headrace down`")
     return session
+
+
+def described(config: ClusterConfig, path: pathlib.Path) -> Session:
+    """A session that nobody wrote. ConfigError when neither the file nor the environment names a Redis."""
+    url = os.environ.get("HEADRACE_REDIS_URL") or config.redis.url
+    if url is None:
+        raise ConfigError(
+            "redis.url must be given, or $HEADRACE_REDIS_URL: it is where workers are found", key="redis.url"
+        )
+    router = config.router
+    return Session(
+        cluster=config.name,
+        pid=0,
+        config_path=str(path),
+        model_name=config.model_name,
+        http_url=f"http://{router.host}:{router.http_port}",
+        grpc_address=f"{router.host}:{router.grpc_port}",
+        redis_url=url,
+        ready=True,
+    )
 
 
 async def _follow(session: Session) -> None:
@@ -80,7 +109,8 @@ def _workers(snapshot: Snapshot) -> Table:
     for pool in sorted({*snapshot.desired, *(worker.record.pool for worker in snapshot.workers)}):
         members = [worker for worker in snapshot.workers if worker.record.pool == pool]
         ready = sum(worker.record.phase == "ready" for worker in members)
-        table.add_row(f"[bold]{pool}[/] {ready}/{snapshot.desired.get(pool, 0)}")
+        wanted = f"/{snapshot.desired.get(pool, 0)}" if snapshot.desired else ""
+        table.add_row(f"[bold]{pool}[/] {ready}{wanted}")
         for member in members:
             table.add_row(*_cells(member))
     return table

@@ -1,6 +1,7 @@
 """What `headrace status` knows when things are not as they should be."""
 
 import io
+import pathlib
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -8,11 +9,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from cluster.commands.status import _render
+from cluster.commands.status import _render, described
 from cluster.session import Session
 from cluster.snapshot import Snapshot, take
 from cluster.state import ControlState, ObservedState, WorkerRecord
+from headrace.config import ClusterConfig, PoolConfig
+from headrace.errors import ConfigError
+from headrace.keys import Keys
+from headrace.leases import lease_fields
 from headrace.store import connect
+from tests.null_worker import worker_info
 
 SESSION = Session("c", 1, "", "tiny", "http://h", "h:1", "redis://127.0.0.1:1/0", ready=True)
 STARTING = WorkerRecord("decode-0", "decode", 2, "decode", "tp1·pp1", "starting", 1.0, reason="loads")
@@ -67,3 +73,35 @@ async def test_case_65_without_a_controller_what_is_shown_is_said_to_be_old(
 
 async def test_case_65_without_redis_that_is_what_is_shown() -> None:
     assert "controller: Redis did not serve a call" in shown(await take(SESSION))
+
+
+async def test_where_no_controller_ever_was_the_workers_are_those_that_hold_a_lease(session: Session) -> None:
+    """Workers under StatefulSets. One that drains says so; one that does not answer is named with the reason."""
+    store = connect(session.redis_url, 2.0)
+    try:
+        for worker_id, draining in (("hr-decode-1", True), ("hr-decode-0", False)):
+            info = replace(worker_info(), worker_id=worker_id, address="127.0.0.1:1")
+            key, fields = Keys(session.cluster).lease(worker_id), lease_fields(info, draining=draining)
+            await store.call(lambda redis, key=key, fields=fields: redis.hset(key, mapping=fields))  # type: ignore[misc]
+    finally:
+        await store.close()
+    snapshot = await take(session)
+    assert [(w.record.worker_id, w.record.pool, w.record.phase) for w in snapshot.workers] == [
+        ("hr-decode-0", "hr-decode", "ready"),
+        ("hr-decode-1", "hr-decode", "draining"),
+    ]
+    seen = shown(snapshot)
+    assert "controller: none has said anything yet; these workers hold a lease" in seen
+    assert "hr-decode 1 " in seen
+    assert "127.0.0.1:1 did not answer" in seen
+
+
+def test_a_cluster_that_others_run_is_described_by_its_configuration(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ClusterConfig(name="far", model="m", pools={"all": PoolConfig(role="unified")})
+    monkeypatch.delenv("HEADRACE_REDIS_URL", raising=False)
+    with pytest.raises(ConfigError, match="HEADRACE_REDIS_URL"):
+        described(config, tmp_path)
+    monkeypatch.setenv("HEADRACE_REDIS_URL", "redis://far:6379/0")
+    assert described(config, tmp_path).redis_url == "redis://far:6379/0"
