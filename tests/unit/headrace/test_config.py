@@ -71,6 +71,11 @@ def test_a_class_that_there_is_not_is_refused_with_those_that_there_are(old: str
         parse(GOOD + "admission: {service_class: fast}")
 
 
+@pytest.mark.parametrize("file", sorted((pathlib.Path(__file__).parents[3] / "examples").glob("*.yaml")), ids=str)
+def test_the_examples_are_good(file: pathlib.Path) -> None:
+    assert load(file).name == file.stem
+
+
 BAD = {
     "a target that nobody meets": (
         "service_classes: {a: {ttft_seconds: 0}}",
