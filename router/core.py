@@ -112,7 +112,8 @@ async def running_core(
 
 def _rules(config: ClusterConfig) -> Rules:
     its = config.admission
-    return Rules(config.limits.max_queue, its.prefill_backlog_seconds, its.max_bypass_seconds)
+    local = config.handoff.local_prefill_max_tokens
+    return Rules(config.limits.max_queue, its.prefill_backlog_seconds, its.max_bypass_seconds, local)
 
 
 def _quotas(config: ClusterConfig, tenancy: Tenancy, *, shared: bool, now: float) -> Quotas:

@@ -119,7 +119,13 @@ class VirtualRouter:
         self._ended = ended
         self._keep_why = keep_why
         self._random = Random(seed)
-        self._admission = Admission(Rules(limits.max_queue, limits.prefill_backlog_seconds))
+        self._admission = Admission(
+            Rules(
+                limits.max_queue,
+                limits.prefill_backlog_seconds,
+                local_prefill_max_tokens=limits.local_prefill_max_tokens,
+            )
+        )
         self._ledger = Ledger()
         self._health = Health()
         self._flights: dict[str, _Flight] = {}

@@ -143,7 +143,7 @@ class AdmissionConfig(_Section):
         le=3600,
         description="of prefill that workers have before them on average; beyond it prompts wait in the router",
     )
-    max_bypass_seconds: float = Field(default=10.0, ge=0, le=3600, description="in which later prompts may pass one")
+    max_bypass_seconds: float = Field(default=10.0, ge=0, le=3600, description="of prefill that may pass a prompt")
     quota_lease_seconds: float = Field(default=10.0, ge=1, le=3600)
     quota_sync_seconds: float = Field(default=0.5, ge=0.05, le=60)
     quota_burst_seconds: float = Field(default=60.0, ge=1, le=60, description="of a rate that may be spent at once")

@@ -23,8 +23,8 @@ from router.decisions.view import View
 WORKER_BACKLOG = 8
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
-BYPASS_RATIO = 10.0  # a prompt lets later ones pass for so many times its own prefill
-PRIORITY_SECONDS = 1.0  # a step of priority is worth so long a wait
+BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass
+PRIORITY_SECONDS = 1.0  # a step of priority is worth as many tokens as all workers compute in this time
 MIN_DEPARTURES = 8  # that say how fast the queue moves
 GUESSED_TOKEN_SECONDS = CostModel().prefill_token_seconds
 
@@ -88,11 +88,14 @@ Decision = Admitted | Queued | Shed
 @dataclass(frozen=True, slots=True)
 class Rules:
     """`prefill_backlog_seconds`: how much prefill workers may have before them on average when one more prompt is let go;
-    those whose speed nobody has measured yet are not bound by it. `max_bypass_seconds`: as `Waiting.due`, at most."""
+    those whose speed nobody has measured yet are not bound by it, nor are prompts of which at most
+    `local_prefill_max_tokens` must be computed, which is done where they decode. `max_bypass_seconds`: what a prompt lets
+    pass is computed within it."""
 
     max_queue: int = 1024
     prefill_backlog_seconds: float = inf
     max_bypass_seconds: float = 10.0
+    local_prefill_max_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -107,6 +110,11 @@ class _Room:
     token_seconds: float = GUESSED_TOKEN_SECONDS
     most_samples: int = 0
     idle: bool = True
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What all of them compute."""
+        return self.num_prefill / self.token_seconds
 
     def take(self, num_sequences: int, num_tokens: int) -> None:
         self.num_sequences -= num_sequences
@@ -161,11 +169,11 @@ class Admission:
         if refused is not None:
             return refused
         if not len(self._queue) and self._fits(entrant.num_sequences, room):
-            refused = self._over_quota(entrant, now)
-            if refused is None:
-                self._promise(entrant.name, entrant.num_sequences, entrant.num_prompt_tokens, now)
-            return refused or Admitted()
-        return self._queued(entrant, room, now, uncached() if uncached is not None else entrant.num_prompt_tokens)
+            return self._over_quota(entrant, now) or self._admitted(entrant, entrant.num_prompt_tokens, now)
+        num_tokens = uncached() if uncached is not None else entrant.num_prompt_tokens
+        if self._needs_no_prefill_worker(entrant, room, num_tokens):
+            return self._over_quota(entrant, now) or self._admitted(entrant, num_tokens, now)
+        return self._queued(entrant, room, now, num_tokens)
 
     def admit(self, view: View, now: float) -> list[str]:
         """The names that may run now, in order. Whoever does not fit keeps those behind it waiting, so none starves."""
@@ -222,8 +230,8 @@ class Admission:
         return _quota_shed(exceeded) if exceeded is not None else None
 
     def _queued(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> Queued | Shed:
-        due = self._due(entrant, room, now, num_tokens)
-        num_ahead = self._queue.num_ahead(entrant.tenant, due)
+        waiting, place = self._in_line(entrant, room, now, num_tokens)
+        num_ahead = self._queue.num_ahead(entrant.tenant, place)
         refused = self._too_late(entrant, num_ahead)
         if refused is not None:
             return refused
@@ -239,7 +247,7 @@ class Admission:
         if victim is not None:
             pushed_out = (victim.name, self._full("pushed_out", now))
             self._queue.remove(victim.name)
-        self._queue.push(Waiting(entrant.name, entrant.tenant, entrant.num_sequences, num_tokens, due))
+        self._queue.push(waiting, place)
         return Queued(num_ahead, pushed_out)
 
     def _too_late(self, entrant: Entrant, num_ahead: int) -> Shed | None:
@@ -278,13 +286,31 @@ class Admission:
 
     # -- order and room
 
-    def _due(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> float:
-        """Until when it lets later ones of its tenant pass: as long as its target leaves it; else some times its own
-        prefill, so that all are delayed in proportion. Higher priority is as if it had come earlier, lower as if later."""
-        own = num_tokens * room.token_seconds
+    def _in_line(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> tuple[Waiting, int]:
+        """The newcomer as one who waits, and its place. What it lets pass: as much as its target leaves time for; without
+        one, or when that is missed already, some times its own tokens, so that all are delayed in proportion."""
+        queue, per_second = self._queue, room.tokens_per_second
+        waiting = Waiting(
+            entrant.name, entrant.tenant, entrant.num_sequences, num_tokens, BYPASS_RATIO * num_tokens, entrant.priority
+        )
         target = entrant.targets.ttft_seconds
-        patience = BYPASS_RATIO * own if target is None else max(target - own, 0.0)
-        return now + min(patience, self._rules.max_bypass_seconds) - entrant.priority * PRIORITY_SECONDS
+        if target is not None:
+            waiting.latest = now + target - num_tokens * room.token_seconds
+        place = queue.place(waiting, PRIORITY_SECONDS * per_second)
+        if target is not None:
+            left = (waiting.latest - now) * per_second - queue.tokens_ahead(entrant.tenant, place)
+            waiting.patience = left if left > 0 else waiting.patience
+        waiting.patience = min(waiting.patience, self._rules.max_bypass_seconds * per_second)
+        return waiting, place
+
+    def _needs_no_prefill_worker(self, entrant: Entrant, room: _Room, num_tokens: int) -> bool:
+        """Those who wait do so for prefill workers alone, and this one's worker computes its prompt by itself."""
+        head = self._queue.head()
+        return (
+            num_tokens <= self._rules.local_prefill_max_tokens
+            and entrant.num_sequences <= room.num_sequences
+            and (head is None or head.num_sequences <= room.num_sequences)
+        )
 
     def _room(self, view: View) -> _Room:
         """One look at all workers."""
@@ -318,6 +344,10 @@ class Admission:
     def _fits(self, num_sequences: int, room: _Room) -> bool:
         """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
         return (num_sequences <= room.num_sequences and room.seconds > 0) or (not self._promised and room.idle)
+
+    def _admitted(self, entrant: Entrant, num_tokens: int, now: float) -> Admitted:
+        self._promise(entrant.name, entrant.num_sequences, num_tokens, now)
+        return Admitted()
 
     def _promise(self, name: str, num_sequences: int, num_tokens: int, now: float) -> None:
         self._promised[name] = _Promise(num_sequences, num_tokens)

@@ -1,107 +1,112 @@
-"""The order of those who wait: fair among tenants, early enough within each. Pure.
+"""The order of those who wait: fair among tenants; within each, quick answers first as far as the others can bear. Pure.
 
 Among tenants: the next is always of the tenant that was served least, in tokens ÷ weight, since it has been waiting. One
 that joins starts level with the least served of those who wait, so nobody saves up by staying away; when nobody waits
 any more all accounts are closed. So of two who wait all the time each gets its weight's share of the tokens, whatever
 their prompts' lengths.
 
-Within a tenant: by `due`, the time until which a request lets later ones pass. A request is passed only by those whose
-due time is earlier, and nothing that comes after its own due time is; so what passes it is bounded by what arrives until
-then, whether all others are longer or shorter.
+Within a tenant a newcomer goes to the end, and from there passes, one after another, those who are longer or have more time
+than it, as long as each of them can bear it: everybody lets at most `patience` tokens pass in all, and some more for each
+step by which those have a higher priority. So none starves: what is served before a request is what stood before it when
+it came, and then no more than its patience, whether all others are shorter, longer, or more urgent.
 """
 
-import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One who waits. `num_tokens`: what someone must compute of its prompt; `due`: until when later ones may pass it."""
+    """One who waits. `num_tokens`: what someone must compute of its prompt; `latest`: when that must begin to meet its
+    target; `patience`: how many tokens of others it lets pass, and `passed`: how many have."""
 
     name: str
     tenant: str
     num_sequences: int
     num_tokens: int
-    due: float
-    number: int = field(default=0, init=False)
-    left: bool = field(default=False, init=False)
-
-    def __lt__(self, other: "Waiting") -> bool:
-        return (self.due, self.number) < (other.due, other.number)
+    patience: float = 0.0
+    priority: int = 0
+    latest: float = inf
+    passed: float = field(default=0.0, init=False)
 
 
 class FairQueue:
-    """Owns those who wait, a heap for each tenant. Tenants without a weight have 1."""
+    """Owns those who wait, a line for each tenant. Tenants without a weight have 1. Lines are as long as queues may be, so
+    walking along one costs little."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
         self._by_name: dict[str, Waiting] = {}
-        self._heaps: dict[str, list[Waiting]] = {}
-        self._numbers: dict[str, int] = {}  # of those who wait, by tenant; no zeros
+        self._lines: dict[str, list[Waiting]] = {}  # of tenants of whom somebody waits
         self._served: dict[str, float] = {}  # tokens ÷ weight, of this busy period
-        self._next_number = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def num_of(self, tenant: str) -> int:
-        return self._numbers.get(tenant, 0)
+        return len(self._lines.get(tenant, ()))
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def push(self, waiting: Waiting) -> None:
-        tenant = waiting.tenant
-        if tenant not in self._numbers:
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served())
-        waiting.number = self._next_number
-        self._next_number += 1
-        self._by_name[waiting.name] = waiting
-        self._numbers[tenant] = self._numbers.get(tenant, 0) + 1
-        heapq.heappush(self._heaps.setdefault(tenant, []), waiting)
+    def place(self, waiting: Waiting, step_tokens: float) -> int:
+        """How many of its tenant a newcomer would have before it. A step of priority is worth `step_tokens`."""
+        line = self._lines.get(waiting.tenant, [])
+        place = len(line)
+        while place and _lets_pass(line[place - 1], waiting, step_tokens):
+            place -= 1
+        return place
 
-    def num_ahead(self, tenant: str, due: float) -> int:
-        """How many are served before one that is pushed now, as things stand: its own tenant's that are due no later, and
-        as many of each other tenant as its weight gets it meanwhile."""
-        own = sum(1 for other in self._heaps.get(tenant, ()) if not other.left and other.due <= due)
-        turns = (own + 1) / self.weight(tenant)
+    def push(self, waiting: Waiting, place: int) -> None:
+        """At the place that was just found for it."""
+        tenant = waiting.tenant
+        if tenant not in self._lines:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served())
+            self._lines[tenant] = []
+        line = self._lines[tenant]
+        for passed in line[place:]:
+            passed.passed += waiting.num_tokens
+        line.insert(place, waiting)
+        self._by_name[waiting.name] = waiting
+
+    def num_ahead(self, tenant: str, place: int) -> int:
+        """How many are served before who stands at that place, as things stand: its own tenant's, and as many of each other
+        tenant as its weight gets it meanwhile."""
+        turns = (place + 1) / self.weight(tenant)
         others = (
-            min(number, ceil(turns * self.weight(other))) for other, number in self._numbers.items() if other != tenant
+            min(len(line), ceil(turns * self.weight(other))) for other, line in self._lines.items() if other != tenant
         )
-        return own + sum(others)
+        return place + sum(others)
+
+    def tokens_ahead(self, tenant: str, place: int) -> int:
+        """What its own tenant has before that place."""
+        return sum(waiting.num_tokens for waiting in self._lines.get(tenant, ())[:place])
 
     def head(self) -> Waiting | None:
         """Who is next."""
-        tenant = min(self._numbers, key=self._served.__getitem__, default=None)
-        if tenant is None:
-            return None
-        heap = self._heaps[tenant]
-        while heap[0].left:
-            heapq.heappop(heap)
-        return heap[0]
+        tenant = min(self._lines, key=self._served.__getitem__, default=None)
+        return self._lines[tenant][0] if tenant is not None else None
 
     def pop(self) -> Waiting:
         """Takes the next one out, and charges its tenant."""
         waiting = self.head()
         assert waiting is not None, "nobody waits"
-        heapq.heappop(self._heaps[waiting.tenant])
         self._served[waiting.tenant] += waiting.num_tokens / self.weight(waiting.tenant)
-        self._forget(waiting)
+        self.remove(waiting.name)
         return waiting
 
     def remove(self, name: str) -> bool:
-        """Somebody goes away unserved. False when it does not wait."""
-        waiting = self._by_name.get(name)
+        """Somebody goes away. False when it does not wait."""
+        waiting = self._by_name.pop(name, None)
         if waiting is None:
             return False
-        waiting.left = True
-        heap = self._heaps[waiting.tenant]
-        self._forget(waiting)
-        if len(heap) > 2 * self.num_of(waiting.tenant) + 64:
-            heap[:] = [other for other in heap if not other.left]
-            heapq.heapify(heap)
+        line = self._lines[waiting.tenant]
+        line.remove(waiting)
+        if not line:
+            del self._lines[waiting.tenant]
+        if not self._by_name:
+            self._served.clear()
         return True
 
     def charge(self, tenant: str, num_tokens: int) -> None:
@@ -112,21 +117,15 @@ class FairQueue:
 
     def last_of_the_greediest(self) -> Waiting | None:
         """The last in order of the tenant that has most waiting for its weight."""
-        tenant = max(self._numbers, key=lambda name: self._numbers[name] / self.weight(name), default=None)
-        return max(self._live(tenant), default=None) if tenant is not None else None
-
-    def _live(self, tenant: str) -> Iterator[Waiting]:
-        return (waiting for waiting in self._heaps[tenant] if not waiting.left)
+        tenant = max(self._lines, key=lambda name: len(self._lines[name]) / self.weight(name), default=None)
+        return self._lines[tenant][-1] if tenant is not None else None
 
     def _least_served(self) -> float:
-        return min((self._served[tenant] for tenant in self._numbers), default=0.0)
+        return min((self._served[tenant] for tenant in self._lines), default=0.0)
 
-    def _forget(self, waiting: Waiting) -> None:
-        del self._by_name[waiting.name]
-        tenant, number = waiting.tenant, self._numbers[waiting.tenant] - 1
-        if number:
-            self._numbers[tenant] = number
-        else:
-            del self._numbers[tenant], self._heaps[tenant]
-        if not self._by_name:
-            self._served.clear()
+
+def _lets_pass(waiting: Waiting, new: Waiting, step_tokens: float) -> bool:
+    steps = new.priority - waiting.priority
+    if steps < 0 or waiting.passed + new.num_tokens > waiting.patience + steps * step_tokens:
+        return False
+    return steps > 0 or new.num_tokens < waiting.num_tokens or new.latest < waiting.latest

@@ -139,6 +139,35 @@ def test_overload_is_shed_and_what_is_accepted_is_answered() -> None:
         worker.engine.ledger.audit()
 
 
+@pytest.mark.parametrize(("odd", "others", "rate"), [(2000, 200, 8.0), (200, 2000, 2.0)])
+def test_one_long_prompt_among_endless_short_ones_and_the_reverse_meet_their_bound(
+    odd: int, others: int, rate: float
+) -> None:
+    """More comes than one prefill worker computes. What stood before the odd one when it came, ten times its own tokens,
+    what the worker has before it, and what runs: nothing that comes later makes it wait for more."""
+    one = fleet(
+        card=replace(CARD, num_blocks=4000),
+        prefill=1,
+        decode=1,
+        max_num_seqs=64,
+        max_context_tokens=4096,
+        router=RouterLimits(
+            max_queue=10_000, request_seconds=1e6, prefill_backlog_seconds=1.0, message_seconds=MESSAGE
+        ),
+    )
+    rows = [TraceRow(n, n / rate, odd if n == 60 else others, 2) for n in range(400)]
+    _, tally = run(one, rows)
+    assert {served.outcome for served in tally.served} == {"finished"}
+    served = {served.number: served for served in tally.served}
+    waits = {n: one.first_token_at - one.arrived_at for n, one in served.items() if one.first_token_at is not None}
+    assert waits[300] > 2 * waits[60], "the queue grows for ever"
+    before = [n for n in range(400) if n < 60 and (served[n].first_token_at or 0) > served[60].arrived_at]
+    step_seconds = 0.25 + 128 * 0.001 + 1e-6 * 128 * 2000
+    passed = 0 if odd < others else 10 * odd
+    stood = sum(others for _ in before) if odd > others else 2 * others + 1000
+    assert waits[60] <= (stood + passed + odd) / 128 * step_seconds + 1.0
+
+
 def test_who_waits_longer_than_a_request_may_is_told_so_and_holds_nothing() -> None:
     small = fleet(router=RouterLimits(request_seconds=2.0, local_prefill_max_tokens=16, message_seconds=MESSAGE))
     simulation, tally = run(small, [TraceRow(n, 0.0, 500, 15) for n in range(40)])

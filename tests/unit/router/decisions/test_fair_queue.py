@@ -1,26 +1,79 @@
 from collections import Counter
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decisions.fair_queue import FairQueue, Waiting
 
+STEP = 1000.0
 
-def waiting(name: str, tenant: str = "t", *, tokens: int = 1, due: float = 0.0) -> Waiting:
-    return Waiting(name, tenant, 1, tokens, due)
+
+def push(queue: FairQueue, name: str, tenant: str = "t", *, tokens: int = 1, **fields: Any) -> int:
+    its = Waiting(name, tenant, 1, tokens, **fields)
+    place = queue.place(its, STEP)
+    queue.push(its, place)
+    return place
 
 
 def names(queue: FairQueue) -> list[str]:
     return [queue.pop().name for _ in range(len(queue))]
 
 
-def test_within_a_tenant_the_earliest_due_is_first_and_equals_as_they_came() -> None:
+def test_a_newcomer_passes_the_longer_ones_that_bear_it() -> None:
     queue = FairQueue()
-    for name, due in (("c", 3.0), ("a", 1.0), ("b", 1.0)):
-        queue.push(waiting(name, due=due))
-    assert queue.head() is not None
-    assert names(queue) == ["a", "b", "c"]
+    push(queue, "long", tokens=100, patience=25)
+    assert push(queue, "short", tokens=10, patience=5) == 0
+    assert push(queue, "shorter", tokens=5) == 0
+    assert push(queue, "late", tokens=11) == 3
+    assert names(queue) == ["shorter", "short", "long", "late"]
     assert queue.head() is None
+
+
+def test_who_stands_behind_one_that_bears_no_more_waits_though_it_is_short() -> None:
+    queue = FairQueue()
+    push(queue, "first", tokens=100, patience=0)
+    push(queue, "second", tokens=100, patience=100)
+    assert push(queue, "short", tokens=10) == 1
+
+
+def test_the_more_urgent_passes_though_it_is_longer() -> None:
+    queue = FairQueue()
+    push(queue, "patient", tokens=10, patience=1000, latest=60.0)
+    push(queue, "none", tokens=10, patience=1000)
+    assert push(queue, "urgent", tokens=500, latest=1.0, patience=9) == 0
+    assert push(queue, "next", tokens=500, latest=1.0, patience=9) == 1
+    assert push(queue, "too much", tokens=500, latest=1.0) == 4
+
+
+def test_a_step_of_priority_is_worth_its_tokens_and_lower_ones_pass_nobody() -> None:
+    queue = FairQueue()
+    push(queue, "normal", tokens=10)
+    assert push(queue, "low", tokens=1, priority=-1) == 1
+    assert push(queue, "high", tokens=900, priority=1) == 0
+    assert push(queue, "again", tokens=900, priority=1) == 2, "one step is spent"
+    assert push(queue, "higher", tokens=900, priority=2) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(-2, 2), st.booleans()), min_size=1, max_size=80))
+def test_nobody_is_passed_by_more_than_its_patience_and_what_priorities_are_worth(
+    arrivals: list[tuple[int, int, bool]],
+) -> None:
+    queue = FairQueue()
+    came: dict[str, tuple[int, int, int]] = {}
+    order: list[str] = []
+    for number, (tokens, priority, serves) in enumerate(arrivals):
+        push(queue, f"r{number}", tokens=tokens, patience=3 * tokens, priority=priority, latest=float(tokens % 7))
+        came[f"r{number}"] = (number, tokens, priority)
+        if serves:
+            order.append(queue.pop().name)
+    order += names(queue)
+    for at, name in enumerate(order):
+        number, tokens, priority = came[name]
+        later = [came[other] for other in order[:at] if came[other][0] > number]
+        most = max((other[2] for other in later), default=priority)
+        assert sum(other[1] for other in later) <= 3 * tokens + (most - priority) * STEP
+        assert all(other[2] >= priority for other in later)
 
 
 @given(
@@ -34,7 +87,7 @@ def test_while_both_wait_neither_gets_ahead_of_its_share_by_more_than_a_prompt(
     queue = FairQueue({"a": weights[0], "b": weights[1]})
     for tenant, lengths in (("a", first), ("b", second)):
         for number, tokens in enumerate(lengths):
-            queue.push(waiting(f"{tenant}{number}", tenant, tokens=tokens, due=float(number)))
+            push(queue, f"{tenant}{number}", tenant, tokens=tokens)
     served: Counter[str] = Counter()
     while queue.num_of("a") and queue.num_of("b"):
         its = queue.pop()
@@ -46,23 +99,23 @@ def test_while_both_wait_neither_gets_ahead_of_its_share_by_more_than_a_prompt(
 def test_who_joins_late_starts_level_and_who_was_alone_owes_nothing() -> None:
     queue = FairQueue()
     for number in range(6):
-        queue.push(waiting(f"a{number}", "a", tokens=100))
+        push(queue, f"a{number}", "a", tokens=100)
     assert [queue.pop().name for _ in range(3)] == ["a0", "a1", "a2"]
     for number in range(3):
-        queue.push(waiting(f"b{number}", "b", tokens=100))
+        push(queue, f"b{number}", "b", tokens=100)
     assert [its[0] for its in names(queue)] == ["a", "b", "a", "b", "a", "b"]
-    queue.push(waiting("b", "b", tokens=1))
-    queue.push(waiting("a", "a", tokens=1))
+    push(queue, "b", "b", tokens=1)
+    push(queue, "a", "a", tokens=1)
     assert names(queue) == ["b", "a"]  # a new busy period: all accounts are closed
 
 
 def test_who_leaves_for_a_moment_does_not_come_back_without_its_account() -> None:
     queue = FairQueue()
-    queue.push(waiting("a0", "a", tokens=1000))
+    push(queue, "a0", "a", tokens=1000)
     for number in range(3):
-        queue.push(waiting(f"b{number}", "b", tokens=100))
+        push(queue, f"b{number}", "b", tokens=100)
     assert queue.pop().name == "a0"
-    queue.push(waiting("a1", "a", tokens=1000))
+    push(queue, "a1", "a", tokens=1000)
     assert names(queue) == ["b0", "b1", "b2", "a1"]
 
 
@@ -70,7 +123,7 @@ def test_generated_tokens_count_while_others_wait() -> None:
     queue = FairQueue()
     queue.charge("a", 10**9)  # nobody waits: nobody is wronged
     for tenant in "ab":
-        queue.push(waiting(tenant, tenant))
+        push(queue, tenant, tenant)
     queue.charge("a", 10)
     assert names(queue) == ["b", "a"]
 
@@ -78,38 +131,37 @@ def test_generated_tokens_count_while_others_wait() -> None:
 def test_how_many_are_ahead_counts_the_own_and_the_others_turns() -> None:
     queue = FairQueue({"a": 1.0, "b": 2.0})
     for number in range(4):
-        queue.push(waiting(f"a{number}", "a", due=float(number)))
-    assert queue.num_ahead("a", 1.5) == 2
-    assert queue.num_ahead("b", 0.0) == 1
+        push(queue, f"a{number}", "a", tokens=7)
+    assert (queue.num_ahead("a", 2), queue.tokens_ahead("a", 2)) == (2, 14)
+    assert (queue.num_ahead("b", 0), queue.tokens_ahead("b", 0)) == (1, 0)
     for number in range(9):
-        queue.push(waiting(f"b{number}", "b"))
-    assert queue.num_ahead("a", 1.5) == 2 + 6
+        push(queue, f"b{number}", "b")
+    assert queue.num_ahead("a", 2) == 2 + 6
 
 
 def test_the_last_of_the_greediest_is_found_by_weight() -> None:
     queue = FairQueue({"big": 10.0})
     assert queue.last_of_the_greediest() is None
     for number in range(5):
-        queue.push(waiting(f"big{number}", "big"))
-    queue.push(waiting("s0", "small", due=2.0))
-    queue.push(waiting("s1", "small", due=1.0))
-    last = queue.last_of_the_greediest()
-    assert last is not None
-    assert last.name == "s0"
-    assert queue.remove("s0")
-    assert not queue.remove("s0")
+        push(queue, f"big{number}", "big")
+    push(queue, "s0", "small")
+    push(queue, "s1", "small")
     last = queue.last_of_the_greediest()
     assert last is not None
     assert last.name == "s1"
+    assert queue.remove("s1")
+    assert not queue.remove("s1")
+    last = queue.last_of_the_greediest()
+    assert last is not None
+    assert last.name == "s0"
 
 
-def test_those_who_left_take_no_room_in_memory() -> None:
+def test_nothing_is_left_of_those_who_left() -> None:
     queue = FairQueue()
-    queue.push(waiting("stays", due=-9.0))
-    for number in range(1000):
-        queue.push(waiting(f"r{number}", due=float(-number)))
+    push(queue, "stays")
+    for number in range(100):
+        push(queue, f"r{number}", f"t{number % 3}")
         queue.remove(f"r{number}")
-    assert len(queue._heaps["t"]) < 100
     assert names(queue) == ["stays"]
-    assert not queue._heaps
+    assert not queue._lines
     assert not queue._served
