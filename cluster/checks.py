@@ -9,8 +9,10 @@ import pathlib
 import re
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from cluster.model_cache import local_source
+from cluster.session import all_folders
 from headrace.config import ClusterConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
 from workers.kv.layout import shard
@@ -93,7 +95,18 @@ def check_ports(config: ClusterConfig) -> None:
         raise ConfigError.out_of_range("router.http_port", router.http_port, "another port than router.grpc_port")
     for key, port in (("router.http_port", router.http_port), ("router.grpc_port", router.grpc_port)):
         if port and not port_is_free(router.host, port):
-            raise ConfigError(f"{key}: {router.host}:{port} is taken", key=key, value=port)
+            raise ConfigError(f"{key}: {router.host}:{port} is taken{_by_whom(port)}", key=key, value=port)
+
+
+def _by_whom(port: int) -> str:
+    """Where a cluster that runs here has the port: which, and what to do about it."""
+    for folder in all_folders():
+        session = folder.read() if folder.running else None
+        places = (session.http_url, f"//{session.grpc_address}") if session is not None else ()
+        if port in {urlsplit(place).port for place in places}:
+            name = folder.cluster
+            return f" by the cluster {name!r}: end it with `headrace down --cluster {name}`, or choose another port"
+    return ""
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -45,6 +45,7 @@ class _Worker:
     seen: ObservedWorker
     addresses: Addresses = field(default_factory=Addresses)
     task: asyncio.Task[None] | None = None
+    drain: asyncio.Task[None] | None = None
 
     def enter(self, phase: Phase, now: float, reason: str = "") -> None:
         self.seen = replace(self.seen, phase=phase, since=now, reason=reason)
@@ -81,7 +82,7 @@ class Controller:
                         self._act(reconcile(self._desired, self._observed(), self._clock.now()), tasks)
                         await self._publish()
                 await self._wait()
-            await self._take_down()
+            await self._take_down(tasks)
 
     def stop(self) -> None:
         """Ends run(). Call it on the controller's event loop."""
@@ -156,9 +157,7 @@ class Controller:
                 case SetRole():
                     tasks.create_task(self._set_role(self._workers[action.worker_id], action))
                 case Drain():
-                    worker = self._workers[action.worker_id]
-                    worker.enter(Phase.DRAINING, self._clock.now(), action.why)
-                    tasks.create_task(self._drain(worker, action.why))
+                    self._begin_drain(self._workers[action.worker_id], action.why, tasks)
                 case Remove():
                     if action.failed:
                         past = self._history[action.worker_id]
@@ -260,6 +259,10 @@ class Controller:
         except (WorkerLost, InternalError):
             worker.seen = replace(worker.seen, role=before)  # so that the next round asks again
 
+    def _begin_drain(self, worker: _Worker, why: str, tasks: asyncio.TaskGroup) -> None:
+        worker.enter(Phase.DRAINING, self._clock.now(), why)
+        worker.drain = tasks.create_task(self._drain(worker, why))
+
     async def _drain(self, worker: _Worker, why: str) -> None:
         await self._pools.drain(worker.seen.worker_id, worker.seen.generation)
         if worker.seen.phase is Phase.DRAINING:
@@ -274,13 +277,14 @@ class Controller:
         del self._workers[slot]
         self._changed.set()
 
-    async def _take_down(self) -> None:
-        """Every worker drained and removed; Redis forgets the cluster."""
-        async with asyncio.TaskGroup() as drains:
-            for worker in self._workers.values():
-                if worker.seen.phase is Phase.READY:
-                    worker.enter(Phase.DRAINING, self._clock.now(), "the cluster goes down")
-                    drains.create_task(self._drain(worker, worker.seen.reason))
+    async def _take_down(self, tasks: asyncio.TaskGroup) -> None:
+        """Every worker drained, those that drain already too, and removed; Redis forgets the cluster."""
+        for worker in self._workers.values():
+            if worker.seen.phase is Phase.READY:
+                self._begin_drain(worker, "the cluster goes down", tasks)
+        drains = [worker.drain for worker in self._workers.values() if worker.drain is not None]
+        if drains:
+            await asyncio.wait(drains)
         for worker in list(self._workers.values()):
             self._remove(worker)
         with contextlib.suppress(StoreUnavailable):

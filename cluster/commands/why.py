@@ -80,6 +80,8 @@ def render(explanation: Explanation, num_rows: int | None = MAX_ROWS) -> Rendera
     usage = explanation.usage
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated"
     parts: list[RenderableType] = [Text(f"{explanation.request_id}  {explanation.outcome}: {counts}")]
+    if explanation.worker_name:
+        parts.append(Text(f"  its workers know it as {explanation.worker_name}"))
     if not explanation.whys:
         parts.append(Text("  it was never placed"))
     for number, why in enumerate(explanation.whys):

@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from cluster.checks import check_ports, check_weight_file, free_port, port_is_free
+from cluster.session import Session, SessionFolder
 from headrace.config import ClusterConfig, PoolConfig, RouterConfig
 from headrace.errors import CheckpointError, ConfigError
 
@@ -54,6 +55,23 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(ConfigError, match=rf"router\.http_port: 127\.0\.0\.1:{port} is taken"):
             check_ports(config(http_port=port, grpc_port=0))
     check_ports(config(http_port=free_port("127.0.0.1"), grpc_port=0))
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port"])
+def test_a_port_that_another_cluster_has_is_refused_with_its_name(
+    key: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path))
+    folder = SessionFolder("other")
+    with socket.socket() as taken, folder.owned():
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        places = {"http_port": "http://127.0.0.1:1", "grpc_port": "127.0.0.1:2"}
+        places[key] = places[key].rpartition(":")[0] + f":{port}"
+        folder.write(Session("other", 1, "", "m", places["http_port"], places["grpc_port"], ""))
+        with pytest.raises(ConfigError, match=r"taken by the cluster 'other': .*headrace down --cluster other"):
+            check_ports(config(**{"http_port": 0, "grpc_port": 0, key: port}))
 
 
 def test_both_edges_cannot_share_a_port() -> None:

@@ -167,3 +167,13 @@ def test_a_file_that_cannot_be_read_is_a_config_error_with_its_path(tmp_path: pa
         load(file)
     file.write_text(GOOD, encoding="utf-8")
     assert isinstance(load(file), ClusterConfig)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("logs/decisions.jsonl", "{folder}/logs/decisions.jsonl"), ("/a/b", "/a/b")]
+)
+def test_the_decision_log_lies_where_its_path_is_written(tmp_path: pathlib.Path, given: str, meant: str) -> None:
+    """And not where the command was typed: routers are started from elsewhere."""
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"model: m\npools: {{a: {{role: unified}}}}\nrouter: {{decision_log: {{path: {given}}}}}")
+    assert load(file).router.decision_log.path == meant.format(folder=tmp_path)

@@ -1,0 +1,94 @@
+"""The controller's loop before pools that a test plays, and a real Valkey."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.controller import Controller
+from cluster.pools import Addresses, Adopted, Progress
+from cluster.reconcile import Desired, DesiredPool
+from cluster.state import ControlState, configured
+from headrace.clock import SystemClock
+from headrace.config import ClusterConfig, PoolConfig
+from headrace.store import connect
+from headrace.values import Role
+from workers.spec import WorkerSpec
+
+pytestmark = pytest.mark.redis
+
+CONFIG = ClusterConfig(model="m", pools={"decode": PoolConfig(role="decode", replicas=2)})
+
+
+@dataclass
+class Pools:
+    """Workers start at once, and drain when they are let go; what happens to them is noted in order."""
+
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    happened: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, what: str) -> None:
+        self.happened.append(what)
+        self.changed.set()
+
+    async def until(self, *what: str) -> None:
+        async with asyncio.timeout(10):
+            while not set(what) <= set(self.happened):
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
+        self.note(f"{spec.worker_id} starts")
+        return Addresses("127.0.0.1:1", "127.0.0.1:1")
+
+    async def ended(self, worker_id: str, generation: int) -> str:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("it ends by being removed")
+
+    async def drain(self, worker_id: str, generation: int) -> None:
+        self.note(f"{worker_id} drains")
+        await self.let_go.wait()
+        self.note(f"{worker_id} is drained")
+
+    def remove(self, worker_id: str, generation: int) -> None:
+        self.note(f"{worker_id} is removed")
+
+    async def adopt(self) -> list[Adopted]:
+        return []
+
+
+@contextlib.asynccontextmanager
+async def controlling(
+    redis_url: str, pools: Any
+) -> AsyncIterator[tuple[Controller, ControlState, "asyncio.Task[None]"]]:
+    store = connect(redis_url, 2.0)
+    state = ControlState(store, CONFIG.name)
+    await state.forget()
+    await state.write_desired(configured(CONFIG, trusted=True))
+    controller = Controller(CONFIG, redis_url, "127.0.0.1", pools, state, SystemClock())
+    running = asyncio.create_task(controller.run())
+    try:
+        yield controller, state, running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await store.close()
+
+
+async def test_a_cluster_that_goes_down_waits_for_workers_that_drain_already(redis_url: str) -> None:
+    pools = Pools()
+    async with controlling(redis_url, pools) as (controller, state, running):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        await state.write_desired(Desired({"decode": DesiredPool(Role.DECODE, 1)}))
+        await pools.until("decode-1 drains")
+        controller.stop()
+        await pools.until("decode-0 drains")
+        assert not any(what.endswith("is removed") for what in pools.happened)
+        pools.let_go.set()
+        await asyncio.wait_for(running, 10)
+    for name in ("decode-0", "decode-1"):
+        assert pools.happened.index(f"{name} is drained") < pools.happened.index(f"{name} is removed")
