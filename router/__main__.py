@@ -81,7 +81,7 @@ async def serve(
         loop = asyncio.get_running_loop()
         _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
-        app = OpenAi(edge, config.limits.max_body_bytes, time.time).app()
+        app = OpenAi(edge, config.limits.max_body_bytes, time.time, config.router.comment_seconds).app()
         http = _HttpServer(_http_config(app, config.router.keep_alive_seconds))
         changed = asyncio.Event()
         core.sessions.listen(lambda _: changed.set())
@@ -115,7 +115,12 @@ def unready(core: Core) -> str | None:
     workers = core.requests.view().workers
     if any(worker.role.decodes and not worker.draining for worker in workers):
         return None
-    return f"no worker that decodes is connected ({len(workers)} connected in all)"
+    why = "takes requests" if any(worker.role.decodes for worker in workers) else "is connected"
+    reports = {session.info.worker_id: session.report for session in core.sessions.live()}
+    unwell = [
+        f"; {name}: {report.unhealthy_reason}" for name, report in reports.items() if report and report.unhealthy_reason
+    ]
+    return f"no worker that decodes {why} ({len(workers)} connected in all{''.join(unwell)})"
 
 
 def reach(core: Core) -> int | None:

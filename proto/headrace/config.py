@@ -61,6 +61,9 @@ class EngineConfig(_Section):
     max_context_tokens: int | None = Field(default=None, ge=1, description="null: the model's own")
     max_waiting: int = Field(default=256, ge=1)
     overlap: bool = True
+    stall_seconds: float = Field(
+        default=30.0, gt=0, le=3600, description="work without a finished step for so long makes a worker NOT_SERVING"
+    )
     torch_threads: int = Field(default=1, ge=1, le=256)
     deterministic: bool = False
 
@@ -91,7 +94,7 @@ class DecisionLogConfig(_Section):
     """A sample of a router's placements, each with its whole input, as JSON lines. One file for each router; it and the
     older ones beside it take `num_files` × `max_bytes` of disk."""
 
-    path: str | None = Field(default=None, min_length=1, description="null: no log")
+    path: str | None = Field(default=None, min_length=1, description="null: no log; relative: from where the file is")
     fraction: float = Field(default=0.01, gt=0, le=1, description="of the requests")
     max_bytes: int = Field(default=64 * 2**20, ge=2**20)
     num_files: int = Field(default=4, ge=2, le=1000)
@@ -161,6 +164,9 @@ class RouterConfig(_Section):
     api_keys: tuple[str, ...] = Field(default=(), strict=False)
     keep_alive_seconds: int = Field(default=120, ge=1)
     coalesce_seconds: float = Field(default=0.05, ge=0, le=1)
+    comment_seconds: float = Field(
+        default=15.0, ge=0, description="an SSE stream that is silent so long says a comment; 0: never"
+    )
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     silent_seconds: float = Field(default=5.0, gt=0, description="a worker whose session is silent so long is out")
     decision_log: DecisionLogConfig = DecisionLogConfig()
@@ -291,9 +297,18 @@ def _range(field: FieldInfo) -> str:
 
 
 def load(path: pathlib.Path) -> ClusterConfig:
-    """parse() of a file; ConfigError when it cannot be read."""
+    """parse() of a file, its relative paths taken from where it lies; ConfigError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    return parse(text, str(path))
+    return _placed(parse(text, str(path)), path.resolve().parent)
+
+
+def _placed(config: ClusterConfig, folder: pathlib.Path) -> ClusterConfig:
+    """The decision log's path as it is meant where the file is: whoever serves from it may run elsewhere."""
+    log = config.router.decision_log
+    if log.path is None:
+        return config
+    log = log.model_copy(update={"path": str(folder / pathlib.Path(log.path).expanduser())})
+    return config.model_copy(update={"router": config.router.model_copy(update={"decision_log": log})})

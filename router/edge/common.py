@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from types import AsyncGeneratorType
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import Counter
@@ -23,6 +24,8 @@ INLINE_CHARACTERS = 4096
 INLINE_BYTES = 32 * 2**10
 # Threads share the interpreter: more at once would only take the event loop's turns.
 MAX_ASIDE = 2
+# A drain waits no longer for clients that read nothing.
+UNREAD_SECONDS = 5.0
 T = TypeVar("T")
 
 _ANSWERS = Counter(metrics.ANSWERS, "Requests as clients saw them end, refusals included.", ["model", "outcome"])
@@ -35,8 +38,23 @@ class Streams(Protocol):
     def why(self, request_id: str, /) -> Explanation | None: ...
 
 
+class Relay:
+    """A request on its way to its client, who has taken `num_taken` of its `pieces`."""
+
+    __slots__ = ("num_taken", "pieces")
+
+    def __init__(self, pieces: AsyncGenerator[Piece]) -> None:
+        self.pieces = pieces
+        self.num_taken = 0
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether there is a piece that the client has not taken yet, rather than one to come."""
+        return isinstance(self.pieces, AsyncGeneratorType) and not self.pieces.ag_running
+
+
 class Edge:
-    """One per router. Owns the count of the requests in flight and whether new ones are taken.
+    """One per router. Owns which requests are in flight and whether new ones are taken.
 
     `unready` says why no request could be served just now, or None. `draw_id` gives a new short id.
     """
@@ -61,11 +79,10 @@ class Edge:
         self._draw_id = draw_id
         self._keyring = keyring
         self._tenants = tenancy.tenants
-        self._num_in_flight = 0
+        self._relays: set[Relay] = set()
         self._draining = False
         self._aside = asyncio.Semaphore(MAX_ASIDE)
         self._idle = asyncio.Event()
-        self._idle.set()
 
     def authorise(self, authorization: str | None) -> Tenant:
         """Who asks: the tenant whose key the header carries. With no keys configured, all may ask. Unauthenticated when
@@ -92,9 +109,16 @@ class Edge:
         return None
 
     async def drain(self) -> None:
-        """Takes no new requests from now on; returns when those in flight have ended."""
+        """Takes no new requests from now on; returns when those in flight have ended, but for those whose clients have taken
+        nothing between two looks, UNREAD_SECONDS apart."""
         self._draining = True
-        await self._idle.wait()
+        stood_at: dict[Relay, int] = {}
+        while any(stood_at.get(relay) != relay.num_taken or not relay.waits_for_client for relay in self._relays):
+            stood_at = {relay: relay.num_taken for relay in self._relays if relay.waits_for_client}
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UNREAD_SECONDS):
+                    await self._idle.wait()
 
     async def parse(self, parse: Callable[..., T], *raw: Any, size: int) -> T:
         """What `parse` makes of `raw`; long texts are parsed on a thread, so that streams go on meanwhile."""
@@ -143,19 +167,19 @@ class Edge:
         return await self._on_thread(lambda: model.text.render(*checked()))
 
     @asynccontextmanager
-    async def relay(self, job: Job) -> AsyncIterator[AsyncGenerator[Piece]]:
+    async def relay(self, job: Job) -> AsyncIterator["Relay"]:
         """The job's pieces. Leaving early cancels the job."""
         if self._draining:
             raise Draining("this router is shutting down")
-        self._num_in_flight += 1
-        self._idle.clear()
-        try:
-            async with aclosing(self._requests.stream(job)) as pieces:
-                yield pieces
-        finally:
-            self._num_in_flight -= 1
-            if not self._num_in_flight:
-                self._idle.set()
+        async with aclosing(self._requests.stream(job)) as pieces:
+            relay = Relay(pieces)
+            self._relays.add(relay)
+            try:
+                yield relay
+            finally:
+                self._relays.discard(relay)
+                if not self._relays:
+                    self._idle.set()
 
     @contextmanager
     def counted(self, model_name: str, *, refusals_only: bool = False) -> Iterator[None]:

@@ -63,9 +63,10 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def _answer(self, job: Job, context: Any) -> None:
-        async with self._edge.relay(job) as pieces:
-            async for piece in pieces:
+        async with self._edge.relay(job) as relay:
+            async for piece in relay.pieces:
                 await context.write(response(job, piece))
+                relay.num_taken += 1
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:

@@ -1,7 +1,8 @@
 """The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics, /why/ID).
 
-An error before the first token is an HTTP error. After the 200 of a stream it is one `data: {"error": …}` event, after
-which the stream ends without `[DONE]`: a client can tell it from a finished answer, and the openai SDK raises.
+An error before the first token is an HTTP error. After the 200 of a stream, which comes with its first token, or with the
+comment that a long wait for it brings, it is one `data: {"error": …}` event, after which the stream ends without `[DONE]`:
+a client can tell it from a finished answer, and the openai SDK raises.
 """
 
 import asyncio
@@ -38,10 +39,14 @@ _log = logging.getLogger(__name__)
 
 
 class OpenAi:
-    """The handlers. They own nothing: an answer lives in the call that gives it. `wall_seconds` is Unix time."""
+    """The handlers. They own nothing: an answer lives in the call that gives it. `wall_seconds` is Unix time;
+    `comment_seconds`: how long a stream may be silent before it says a comment, 0 for ever."""
 
-    def __init__(self, edge: Edge, max_body_bytes: int, wall_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, edge: Edge, max_body_bytes: int, wall_seconds: Callable[[], float], comment_seconds: float = 0.0
+    ) -> None:
         self._edge = edge
+        self._comment_seconds = comment_seconds
         self._max_body_bytes = max_body_bytes
         self._wall_seconds = wall_seconds
         self._started = int(wall_seconds())
@@ -176,7 +181,7 @@ class OpenAi:
 
     async def _answer(self, send: Send, body: ChatBody | CompletionBody, jobs: list[Job], reply: Reply) -> None:
         """Writes the whole answer. Counted here, whichever way it ends; nothing but cancellation leaves it."""
-        streaming = False
+        events = sse.Events(send, self._comment_seconds)
         try:
             with self._edge.counted(body.model):
                 async with aclosing(self._pieces(jobs)) as pieces:
@@ -184,27 +189,24 @@ class OpenAi:
                         async for job, piece in pieces:
                             reply.add(job, piece, keep=True)
                     else:
-                        first = await anext(pieces)
-                        streaming = True
-                        await sse.start(send)
-                        await self._stream(send, body, jobs, reply, first, pieces)
+                        with events.kept_alive():
+                            await self._stream(events, body, jobs, reply, pieces)
             if not body.stream:
                 whole = reply.whole() | ({"headrace": reply.timeline()} if body.headrace.timeline else {})
                 await JSONResponse(whole)({"type": "http"}, _nothing, send)
         except Exception as error:
             known = _known(error)
-            if streaming:
-                await sse.end(send, sse.event(error_body(known)))
+            if events.begun:
+                await events.end(sse.event(error_body(known)))
             else:
                 await error_response(known)({"type": "http"}, _nothing, send)
 
     async def _stream(
         self,
-        send: Send,
+        events: sse.Events,
         body: ChatBody | CompletionBody,
         jobs: list[Job],
         reply: Reply,
-        first: tuple[int, Piece],
         pieces: AsyncGenerator[tuple[int, Piece]],
     ) -> None:
         options = body.stream_options
@@ -220,27 +222,30 @@ class OpenAi:
             elif with_usage:
                 chunks = (chunk | {"usage": None} for chunk in chunks)
             if data := b"".join(map(sse.event, chunks)):
-                await sse.write(send, data)
+                await events.say(data)
 
-        await write(*first)
         async for position, piece in pieces:
+            if not events.begun:
+                await events.begin()
             await write(position, piece)
         last = reply.usage_chunk() if with_usage or body.headrace.timeline else None
         if last is not None and body.headrace.timeline:
             last["headrace"] = reply.timeline()
-        await sse.end(send, (sse.event(last) if last is not None else b"") + sse.DONE)
+        await events.end((sse.event(last) if last is not None else b"") + sse.DONE)
 
     async def _pieces(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all jobs as they come, with the job's position. The first job that fails ends them all."""
-        async with AsyncExitStack() as relays:
-            streams = [await relays.enter_async_context(self._edge.relay(job)) for job in jobs]
-            if len(streams) == 1:
-                async for piece in streams[0]:
+        async with AsyncExitStack() as ends:
+            relays = [await ends.enter_async_context(self._edge.relay(job)) for job in jobs]
+            if len(relays) == 1:
+                async for piece in relays[0].pieces:
                     yield 0, piece
+                    relays[0].num_taken += 1
             else:
-                async with aclosing(together(streams)) as numbered:
-                    async for item in numbered:
-                        yield item
+                async with aclosing(together([relay.pieces for relay in relays])) as numbered:
+                    async for position, piece in numbered:
+                        yield position, piece
+                        relays[position].num_taken += 1
 
 
 class _Gate:

@@ -1,8 +1,10 @@
-"""Answers that end when their client goes away. Starlette watches for that in streams alone; here every answer does."""
+"""Answers that end when their client goes away (Starlette watches for that in streams alone; here every answer does), and
+streams of events that are never silent for long."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -15,6 +17,7 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": the answer goes on\n\n"
 
 
 class Answer:
@@ -36,6 +39,73 @@ class Answer:
             await asyncio.wait((work, gone))
         if not work.cancelled():
             work.result()
+
+
+class Events:
+    """The events of one answer, begun with its first. Owned by the answer's task; what says nothing for `quiet_seconds` (0:
+    however long) says a comment, so that nothing between router and client takes the connection for dead."""
+
+    def __init__(self, send: Send, quiet_seconds: float) -> None:
+        self._send = send
+        self._quiet_seconds = quiet_seconds
+        self._loop = asyncio.get_running_loop()
+        self._said_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+        self.begun = False
+
+    @contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        if self._quiet_seconds:
+            self._timer = self._loop.call_later(self._quiet_seconds, self._look)
+        try:
+            yield
+        finally:
+            self._let_be()
+            if self._comment is not None:
+                self._comment.cancel()
+                self._comment = None
+
+    async def begin(self) -> None:
+        await self._commented()
+        if not self.begun:
+            self.begun = True
+            await start(self._send)
+
+    async def say(self, data: bytes) -> None:
+        await self._commented()
+        self._said_at = self._loop.time()
+        await write(self._send, data)
+
+    async def end(self, data: bytes) -> None:
+        self._let_be()
+        await self._commented()
+        await end(self._send, data)
+
+    def _look(self) -> None:
+        left = self._said_at + self._quiet_seconds - self._loop.time()
+        if left <= 0:
+            left = self._quiet_seconds
+            if self._comment is None or self._comment.done():
+                self._comment = asyncio.ensure_future(self._say_nothing())
+        self._timer = self._loop.call_later(left, self._look)
+
+    async def _say_nothing(self) -> None:
+        if not self.begun:
+            self.begun = True
+            await start(self._send)
+        await write(self._send, COMMENT)
+
+    async def _commented(self) -> None:
+        """Nothing is said in the middle of a comment, nor after an end."""
+        if self._comment is not None:
+            await self._comment
+            self._comment = None
+
+    def _let_be(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 async def _disconnected(receive: Receive) -> None:

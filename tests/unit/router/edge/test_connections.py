@@ -1,7 +1,8 @@
 """Connections to a real HTTP server, from clients that hold what they do not use."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -9,9 +10,11 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import ManualClock
+from headrace.errors import Overloaded
 from router.__main__ import _bind, _http_config, _HttpServer
 from router.edge import connections, sse
 from router.edge.openai import OpenAi
+from router.flight import Job, Piece
 from router.text.vocabulary import Text
 from tests.unit.router.scripted import Scripted, make_edge
 
@@ -111,6 +114,58 @@ async def test_case_44_a_client_that_hangs_up_with_a_second_request_under_way_en
         await asyncio.wait_for(app.begun.wait(), 10)
         writer.transport.abort()
         await asyncio.wait_for(app.ended.wait(), 10)
+
+
+class Waiting(Scripted):
+    """Its first token waits for the gate too, as that of a request in the queue."""
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece]:
+        assert self.gate is not None
+        await self.gate.acquire()
+        async for piece in super().stream(job):
+            yield piece
+
+
+async def post(writer: asyncio.StreamWriter, path: bytes, body: dict[str, object]) -> None:
+    raw = json.dumps(body).encode()
+    writer.write(b"POST %s HTTP/1.1\r\nhost: router\r\ncontent-length: %d\r\n\r\n" % (path, len(raw)) + raw)
+
+
+async def test_a_stream_that_waits_says_comments_and_then_its_answer(tiny: Text, clock: ManualClock) -> None:
+    """Before its first token and between two."""
+    core = Waiting(tiny, gate=asyncio.Semaphore(0))
+    async with connected(OpenAi(make_edge(tiny, core, clock=clock), 10_000, lambda: 0.0, 0.01).app()) as (
+        reader,
+        writer,
+    ):
+        await post(writer, b"/v1/completions", {"model": "tiny", "prompt": "hi", "stream": True})
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            for _ in range(2):
+                await reader.readuntil(sse.COMMENT)
+            core.gate.release()
+            assert b"data: " in await reader.readuntil(sse.COMMENT)
+            for _ in range(100):
+                core.gate.release()
+            said = await reader.readuntil(b"data: [DONE]")
+    text = b"".join(line for line in said.splitlines() if line.startswith(b"data: {"))
+    assert text.count(b'"finish_reason":"stop"') + text.count(b'"finish_reason":"length"') == 1
+
+
+async def test_what_fails_after_a_comment_is_an_event_and_no_end(tiny: Text, clock: ManualClock) -> None:
+    core = Waiting(tiny, gate=asyncio.Semaphore(0), error=Overloaded("the queue is full"))
+    async with connected(OpenAi(make_edge(tiny, core, clock=clock), 10_000, lambda: 0.0, 0.01).app()) as (
+        reader,
+        writer,
+    ):
+        await post(writer, b"/v1/completions", {"model": "tiny", "prompt": "hi", "stream": True})
+        async with asyncio.timeout(10):
+            await reader.readuntil(sse.COMMENT)
+            core.gate.release()
+            await reader.readuntil(b'data: {"error":')
+            said = await reader.readuntil(b"\r\n0\r\n")
+    assert b"the queue is full" in said
+    assert b"[DONE]" not in said
 
 
 async def test_a_client_that_hangs_up_before_its_request_is_whole_is_no_failure(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.client import AsyncClient, Client
-from headrace.clock import ManualClock
+from headrace.clock import ManualClock, SystemClock
 from headrace.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -27,7 +27,9 @@ from headrace.errors import (
 )
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.decisions.tenants import Targets, Tenancy, Tenant
+from router.edge import common
 from router.edge.grpc_api import DETAILS_KEY, RETRY_INFO_URL, SERVICE, add_services, open_server
+from router.flight import Job, Piece
 from router.text.vocabulary import Text
 from tests.unit.router.scripted import Scripted, make_edge
 
@@ -184,6 +186,37 @@ async def test_case_44_closing_the_stream_cancels_the_request(tiny: Text) -> Non
         await parts.aclose()
         await core.ended.wait()
     assert core.cancelled == ["r1"]
+
+
+class Talking(Scripted):
+    """Says more than any window between router and client holds, without an end."""
+
+    async def stream(self, job: Job) -> AsyncGenerator[Piece]:
+        self.jobs.append(job)
+        while True:
+            yield Piece(0, "x" * 2**16)
+            await asyncio.sleep(0)
+
+
+async def test_case_60_a_client_that_does_not_read_holds_up_no_drain(
+    tiny: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "UNREAD_SECONDS", 0.1)
+    core = Talking(tiny)
+    server, port = open_server("127.0.0.1", 0, 2**20)
+    edge = make_edge(tiny, core, clock=SystemClock())
+    add_services(server, edge)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                inference_pb2.GenerateRequest(model="tiny", text="hi")
+            )
+            await asyncio.wait_for(call.read(), 10)
+            await asyncio.wait_for(edge.drain(), 10)
+            call.cancel()
+    finally:
+        await server.stop(None)
 
 
 async def test_a_deadline_travels_as_time_left(tiny: Text) -> None:
