@@ -80,7 +80,7 @@ async def running_core(
         if store is None:
             sessions.seek(workers)
         else:
-            follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers)
+            follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers, gone=requests.forget)
             tasks.append(group.create_task(follow.run(), name="follow"))
             if quotas.tenants:
                 leases = QuotaLeases(

@@ -91,7 +91,8 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a request ran where it ran, an entry for each placement, and what became of it: how it ended, or its state while
-    it runs. `seconds` from its arrival on; TTFT and TPOT None where they never were."""
+    it runs. `seconds` from its arrival on; TTFT and TPOT None where they never were. `worker_name`: its id among workers,
+    as their logs and Control.Describe have it."""
 
     request_id: str
     whys: tuple[Why, ...]
@@ -104,6 +105,7 @@ class Explanation:
     tpot_seconds: float | None
     tenant: str = DEFAULT_TENANT
     service_class: str = NO_CLASS
+    worker_name: str = ""
 
 
 class Explanations:
@@ -155,7 +157,8 @@ class _Sample:
 
 
 class Flight:
-    """Mutable; owned by the `Requests.stream` that carries it."""
+    """Mutable; owned by the `Requests.stream` that carries it. `stopped`: samples that ended by a stop string, while others
+    go on and the worker knows nothing of it yet."""
 
     def __init__(self, job: Job, key: RequestKey, open_text: Callable[[], TextStream], now: float) -> None:
         self.job = job
@@ -185,6 +188,7 @@ class Flight:
         self.waits_for_prefill = True
         self.num_uncounted = 0
         self.ended_by_worker = False
+        self.stopped: list[int] = []
         self._worker_timeline = Timeline()
         self._samples = [_Sample(open_text()) for _ in range(job.n)]
         self._num_open = job.n
@@ -253,6 +257,7 @@ class Flight:
             self.tpot_seconds(now),
             self.job.tenant,
             self.job.service_class,
+            self.key.request_id,
         )
 
     def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:
@@ -307,6 +312,8 @@ class Flight:
         sample.num_tokens += len(token_ids)
         self._num_open -= 1
         if self._num_open:
+            if output.finish is None:
+                self.stopped.append(output.index)
             return Piece(output.index, text, token_ids, logprobs, sample.finish)
         return Piece(output.index, text, token_ids, logprobs, sample.finish, self.usage(), self.timeline())
 

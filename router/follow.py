@@ -48,7 +48,8 @@ class Store(Protocol):
 class Follow:
     """Owns the reading positions; alone feeds the index, and tells the sessions which addresses to seek.
 
-    `fixed`: addresses of workers that are sought whether or not they hold a lease.
+    `fixed`: addresses of workers that are sought whether or not they hold a lease. `gone` hears of workers that have
+    neither lease nor session any more.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Follow:
         clock: Clock,
         *,
         fixed: Iterable[str] = (),
+        gone: Callable[[str], None] = lambda worker_id: None,
         scan_seconds: float = SCAN_SECONDS,
     ) -> None:
         self._store = store
@@ -68,6 +70,7 @@ class Follow:
         self._sessions = sessions
         self._clock = clock
         self._fixed = frozenset(fixed)
+        self._gone = gone
         self._scan_seconds = scan_seconds
         self._leased: dict[str, tuple[str, int]] = {}
         self._met: dict[str, int] = {}  # generations, as their sessions said
@@ -118,12 +121,28 @@ class Follow:
             return
         streams = {self._keys.events(worker): position for worker, position in self._positions.items()}
         block = max(int(seconds * 1000), 1)
-        entries = await self._store.call(
-            lambda redis: redis.xread(streams, count=READ_COUNT, block=block), wait_seconds=seconds
-        )
+        try:
+            entries = await self._store.call(
+                lambda redis: redis.xread(streams, count=READ_COUNT, block=block), wait_seconds=seconds
+            )
+        except ResponseError:
+            if not await self._leave_foreign():
+                raise
+            return
         workers = {self._keys.events(worker).encode(): worker for worker in self._positions}
         for stream, batches in entries or ():
             await self._follow(workers[stream], batches)
+
+    async def _leave_foreign(self) -> bool:
+        """No more follows workers whose events are of another type, which hides those of all the others; whether there was
+        one. What the mirror has of it stays until its stream is one again."""
+        workers = tuple(self._positions)
+        types = await self._store.call(lambda redis: self._event_types(redis, workers))
+        foreign = [worker for worker, kind in zip(workers, types, strict=True) if kind not in (b"stream", b"none")]
+        for worker in foreign:
+            log.error("the events of %s are no stream: it is not followed", worker)
+            del self._positions[worker]
+        return bool(foreign)
 
     async def _follow(self, worker: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         for position, fields in entries:
@@ -147,9 +166,16 @@ class Follow:
                     pass  # one whose events never agree with its set is read once a scan, not once a batch
 
     async def _resync(self, worker: str, reason: str) -> None:
-        """Reads the worker's set, and where its stream stood when that began; follows from there."""
+        """Reads the worker's set, and where its stream stood when that began; follows from there. Keys of another type are
+        tried again at the next scan."""
         _RESYNCS.labels(reason).inc()
         self._positions.pop(worker, None)
+        try:
+            await self._read_anew(worker, reason)
+        except ResponseError as error:
+            log.error("the keys of %s are not what a worker writes: %s", worker, error)
+
+    async def _read_anew(self, worker: str, reason: str) -> None:
         meta, num_fields, since = await self._store.call(lambda redis: self._begin(redis, worker))
         there = _position(worker, meta)
         if there is None:
@@ -202,6 +228,7 @@ class Follow:
                 self._behind.pop(worker, None)
                 self._met.pop(worker, None)
                 _BLOCKS.remove(worker)
+                self._gone(worker)
 
     def _heard_of(self, worker_id: str) -> None:
         """The session knows a new generation before Redis does."""
@@ -243,6 +270,13 @@ class Follow:
             entries, meta = await pipe.execute()
         batches = [decode_batch(raw) for _, fields in entries for raw in fields.values()]
         return batches, entries[-1][0] if entries else since, meta
+
+    async def _event_types(self, redis: Any, workers: Iterable[str]) -> list[bytes]:
+        async with redis.pipeline(transaction=False) as pipe:
+            for worker in workers:
+                pipe.type(self._keys.events(worker))
+            types: list[bytes] = await pipe.execute()
+        return types
 
 
 async def _scan_blocks(redis: Any, *, key: str, cursor: int) -> tuple[int, dict[bytes, bytes]]:

@@ -110,6 +110,14 @@ class Requests:
             return running.explanation(running.state, self._clock.now())
         return self._explanations.find(request_id)
 
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone for good: nothing is remembered of it, and no series speaks of it."""
+        self._generations.pop(worker_id, None)
+        self._health.forget(worker_id)
+        self._caches.forget(worker_id)
+        for series in (_PREDICTED, _ACTUAL, _ERROR):
+            series.remove(worker_id)
+
     def view(self) -> View:
         """The workers as they are believed to be now."""
         return self._views.view()
@@ -246,10 +254,20 @@ class Requests:
             self._note_first_token(flight, now)
         measures.outputs(flight, now)
         pieces = flight.relay(outputs)
+        if flight.stopped:
+            self._stop_samples(flight)
         if flight.num_uncounted >= COUNT_EVERY_TOKENS:
             self._ledger.grew(flight.key.request_id, flight.num_uncounted)
             flight.num_uncounted = 0
         return pieces
+
+    def _stop_samples(self, flight: Flight) -> None:
+        """What a stop string ended need not be computed any further, though other samples of the request go on."""
+        session = self._sessions.find(flight.decode)
+        if session is not None and not flight.done:  # all over, it is cancelled as a whole
+            for index in flight.stopped:
+                session.stop_sample(flight.key, index)
+        flight.stopped.clear()
 
     def _note_first_token(self, flight: Flight, now: float) -> None:
         flight.waits_for_prefill = False

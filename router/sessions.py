@@ -59,6 +59,11 @@ class Session:
         if self._listeners.remove(key.request_id) is not None:
             self.send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(key=wire.key_to_pb(key))))
 
+    def stop_sample(self, key: RequestKey, index: int) -> None:
+        """Asks for no more tokens of one sample; the worker answers with its finish."""
+        stop = worker_pb2.StopSample(key=wire.key_to_pb(key), index=index)
+        self.send(worker_pb2.RouterMessage(stop_sample=stop))
+
     def forget(self, request_id: str) -> None:
         """The worker ended the request itself."""
         self._listeners.remove(request_id)

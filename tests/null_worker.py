@@ -104,6 +104,7 @@ class NullWorker:
         self.info = info or worker_info()
         self.submits: asyncio.Queue[Request] = asyncio.Queue()
         self.cancels: asyncio.Queue[RequestKey] = asyncio.Queue()
+        self.stops: asyncio.Queue[tuple[RequestKey, int]] = asyncio.Queue()
         self.places: asyncio.Queue[tuple[RequestKey, str | None]] = asyncio.Queue()
         self.pings: asyncio.Queue[None] = asyncio.Queue()
         self.routers: list[str] = []
@@ -172,6 +173,9 @@ class NullWorker:
                 case "cancel":
                     self._running.pop(message.cancel.key.request_id, None)
                     self.cancels.put_nowait(wire.key_from_pb(message.cancel.key))
+                case "stop_sample":
+                    stop = message.stop_sample
+                    self.stops.put_nowait((wire.key_from_pb(stop.key), stop.index))
                 case "place":
                     prefill = message.place.prefill.worker_id if message.place.HasField("prefill") else None
                     self.places.put_nowait((wire.key_from_pb(message.place.key), prefill))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from headrace.errors import InvalidRequest, Overloaded
-from headrace.values import Request, RequestKey, SamplingParams, SequenceOutput
+from headrace.values import FinishReason, Request, RequestKey, SamplingParams, SequenceOutput
 from tests.plan_checker import CheckedWorker, FakeModel
 from workers.scheduling.blocks import Holding
 from workers.scheduling.scheduler import ChunkDone, FirstToken, StepEvents
@@ -39,12 +39,17 @@ class HandOff:
 class World:
     """`prefill` computes tickets and some prompts of its own; `decode` takes hand-offs and some prompts of its own.
 
-    `pressed`: pools shrink and grow, and whoever has come so far is preempted, on top of what happens anyway."""
+    `pressed`: pools shrink and grow, and whoever has come so far is preempted, on top of what happens anyway. `stopping`:
+    samples are stopped in the middle, as by a stop string that their reader met."""
 
-    def __init__(self, seed: int, *, overlap: bool, calm: bool = False, pressed: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, overlap: bool, calm: bool = False, pressed: bool = False, stopping: bool = False
+    ) -> None:
         self.random = random = Random(seed)
         self.calm = calm
         self.pressed = pressed
+        self.stopping = stopping
+        self.stopped: set[tuple[RequestKey, int]] = set()
         self.now = 0.0
         self.model = FakeModel()
         self.prefill = self._worker(overlap)
@@ -92,8 +97,10 @@ class World:
     def check(self) -> None:
         for worker, request, key in self.answered:
             for index in range(request.n):
-                answer = self.model.answer(request, index)
-                assert (worker.tokens(key, index), worker.finish(key, index)) == answer, (key, index)
+                tokens, finish = self.model.answer(request, index)
+                if (key, index) in self.stopped:
+                    tokens, finish = tokens[: len(worker.tokens(key, index))], FinishReason.STOP
+                assert (worker.tokens(key, index), worker.finish(key, index)) == (tokens, finish), (key, index)
         for worker in (self.prefill, self.decode):
             worker.check_empty()
             assert worker.scheduler.load().num_running == 0
@@ -125,8 +132,26 @@ class World:
             case 10 if self.pressed:
                 worker = random.choice([self.prefill, self.decode])
                 worker.ledger.resize(random.choice([3, 10, worker.ledger.size]))
+            case 11 if self.stopping:
+                self._stop_sample()
             case _:
                 pass
+
+    def _stop_sample(self) -> None:
+        begun = [
+            (worker, key, index)
+            for key, (worker, request) in self.local.items()
+            for index in range(request.n)
+            if worker.tokens(key, index) and worker.finish(key, index) is None
+        ]
+        if begun:
+            worker, key, index = self.random.choice(begun)
+            output = worker.scheduler.stop_sample(key, index, self.now)
+            assert output is not None
+            assert worker.scheduler.stop_sample(key, index, self.now) is None
+            worker.collect([output])
+            self.stopped.add((key, index))
+            self._maybe_over(worker, key)
 
     def _request(self) -> Request:
         random = self.random

@@ -143,6 +143,10 @@ class Router:
     def cancel(self, request_id: str, attempt: int = 1) -> None:
         self.send(cancel=worker_pb2.Cancel(key=worker_pb2.RequestKey(request_id=request_id, attempt=attempt)))
 
+    def stop_sample(self, request_id: str, index: int) -> None:
+        key = worker_pb2.RequestKey(request_id=request_id, attempt=1)
+        self.send(stop_sample=worker_pb2.StopSample(key=key, index=index))
+
     def place(self, key: RequestKey, target: PrefillTarget | None) -> None:
         self.send(
             place=worker_pb2.Place(key=wire.key_to_pb(key), prefill=wire.prefill_to_pb(target) if target else None)

@@ -7,7 +7,7 @@ import grpc
 from headrace import wire
 from headrace.errors import HeadraceError, InvalidRequest, meaning
 from headrace.v1 import control_pb2, control_pb2_grpc
-from headrace.values import BlockCounts, Load, Role, WorkerInfo
+from headrace.values import BlockCounts, Load, RequestKey, Role, WorkerInfo
 from workers.faults import Fault, Faults
 from workers.handoff.peers import Peers
 
@@ -26,6 +26,10 @@ class Controlled(Protocol):
 
     @property
     def unhealthy_reason(self) -> str: ...
+
+    def keys(self) -> tuple[list[RequestKey], list[RequestKey]]:
+        """What is here and not over: requests, and tickets."""
+        ...
 
     @property
     def num_steps(self) -> int: ...
@@ -69,6 +73,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.DescribeResponse:
         worker = self._worker
         num_in, num_out = worker.num_handoffs
+        requests, tickets = worker.keys()
         return control_pb2.DescribeResponse(
             info=wire.worker_to_pb(worker.info()),
             blocks=wire.counts_to_pb(worker.counts()),
@@ -91,6 +96,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_handoffs_out=num_out,
             seconds_since_progress=worker.seconds_since_progress(),
             unhealthy_reason=worker.unhealthy_reason,
+            requests=map(wire.key_to_pb, requests),
+            tickets=map(wire.key_to_pb, tickets),
         )
 
     async def SetRole(

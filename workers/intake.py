@@ -113,6 +113,16 @@ class Intake:
         if live is not None and live.session is session and key.attempt >= live.wire_key.attempt:
             self._end(live)
 
+    def stop_sample(self, session: RouterSession, key: RequestKey, index: int) -> None:
+        """Ends one sample of the request, with a finish and no more tokens. Idempotent."""
+        live = self._live.get(key.request_id)
+        if live is None or live.session is not session or key != live.wire_key:
+            return
+        output = self._engine.scheduler.stop_sample(live.key, index, self._engine.clock.now())
+        if output is not None:
+            self.outputs([output])
+            self._engine.changed()
+
     def place(self, session: RouterSession, placed: Placed) -> None:
         """The router's answer to PeerLost, under the request's new attempt."""
         live = self._live.get(placed.key.request_id)
@@ -129,6 +139,10 @@ class Intake:
         for live in list(self._of_session.get(session, {}).values()):
             self._end(live)
         self._of_session.pop(session, None)
+
+    def keys(self) -> list[RequestKey]:
+        """All that live, by the routers' names."""
+        return [live.wire_key for live in self._live.values()]
 
     def keys_of(self, session: RouterSession) -> list[RequestKey]:
         return [live.key for live in self._of_session.get(session, {}).values()]

@@ -41,7 +41,6 @@ from workers.streams import TransferServicer, WorkerServicer
 
 log = logging.getLogger(__name__)
 
-STALL_SECONDS = 30.0
 WATCH_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
@@ -71,12 +70,11 @@ class Worker:
         *,
         clock: Clock | None = None,
         registry: CollectorRegistry | None = None,
-        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._spec = spec
         self._executor = executor
         self._identity = identity
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = spec.engine.stall_seconds
         self._role = spec.role
         self._draining = False
         self._failure: str | None = None
@@ -231,7 +229,7 @@ class Worker:
 
     def report(self, session: RouterSession) -> LoadReport:
         """What routers place by: a worker that is not well gets no more than one that drains."""
-        counts = self.counts()
+        counts, reason = self.counts(), self.unhealthy_reason
         mine = (*self._intake.keys_of(session), *self._source.keys_of_router(session.router_id))
         return LoadReport(
             total=self.load(),
@@ -239,7 +237,8 @@ class Worker:
             cost=self._engine.cost,
             role=self._role,
             free_blocks=counts.free + counts.cached,
-            draining=self._draining or bool(self.unhealthy_reason),
+            draining=self._draining or bool(reason),
+            unhealthy_reason=reason,
         )
 
     def counts(self) -> BlockCounts:
@@ -277,6 +276,9 @@ class Worker:
         if stalled > self._stall_seconds:
             return f"no step finished for {stalled:.1f} s though there is work (limit {self._stall_seconds:g} s)"
         return ""
+
+    def keys(self) -> tuple[list[RequestKey], list[RequestKey]]:
+        return self._intake.keys(), self._source.keys()
 
     @property
     def num_steps(self) -> int:

@@ -141,6 +141,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._submit(session, message.submit)
             case "cancel":
                 self._intake.cancel(session, wire.key_from_pb(message.cancel.key))
+            case "stop_sample":
+                stop = message.stop_sample
+                self._intake.stop_sample(session, wire.key_from_pb(stop.key), stop.index)
             case "place":
                 place = message.place
                 target = wire.prefill_from_pb(place.prefill) if place.HasField("prefill") else None

@@ -7,7 +7,7 @@ from enum import StrEnum
 from headrace.costmodel import CostModel
 from headrace.errors import InvalidRequest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SLAB_VERSION = 1
 
 MAX_STOP_STRINGS = 16
@@ -259,12 +259,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
+    """`draining`: nothing is to be placed there, for whatever reason; `unhealthy_reason` says it where the worker is not
+    well."""
+
     total: Load
     yours: Load
     cost: CostModel
     role: Role
     free_blocks: int
     draining: bool = False
+    unhealthy_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,7 @@ def report_to_pb(report: LoadReport) -> worker_pb2.LoadReport:
         role=report.role,
         free_blocks=report.free_blocks,
         draining=report.draining,
+        unhealthy_reason=report.unhealthy_reason,
     )
 
 
@@ -249,6 +250,7 @@ def report_from_pb(pb: worker_pb2.LoadReport) -> LoadReport:
         role=Role(pb.role),
         free_blocks=pb.free_blocks,
         draining=pb.draining,
+        unhealthy_reason=pb.unhealthy_reason,
     )
 
 

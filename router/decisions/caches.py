@@ -105,6 +105,11 @@ class Caches:
         self._truth.found(worker.worker_id, promised, cached_tokens, block_size, now)
         return self._truth.error(worker.worker_id)
 
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone."""
+        self._truth.forget(worker_id)
+        self._unproven.discard(worker_id)
+
     def met(self, info: WorkerInfo) -> bool:
         """A new generation of the worker begins, without a record. Whether its ids are proven to be this router's: where
         they are not, its part of the index means nothing here, and it is placed by load alone."""

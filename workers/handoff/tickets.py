@@ -62,6 +62,9 @@ class Source:
     def num_tickets(self) -> int:
         return len(self._tickets)
 
+    def keys(self) -> list[RequestKey]:
+        return [live.key for live in self._tickets.values()]
+
     def keys_of_router(self, router_id: str) -> list[RequestKey]:
         """The tickets for this router's requests."""
         return [live.key for live in self._tickets.values() if live.ticket.router_id == router_id]

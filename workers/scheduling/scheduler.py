@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headrace.blocks import BlockHasher
 from headrace.errors import InvalidRequest
-from headrace.values import BlockCounts, Load, Request, RequestKey
+from headrace.values import BlockCounts, Load, Request, RequestKey, SequenceOutput
 from workers.scheduling.admission import Admission
 from workers.scheduling.adopting import Adopting
 from workers.scheduling.batch import Batch
@@ -109,6 +109,20 @@ class Scheduler:
             return False
         self._end(state)
         return True
+
+    def stop_sample(self, key: RequestKey, index: int, now: float) -> SequenceOutput | None:
+        """Ends one sample that has tokens already, the others go on; its last output, without a token. None when there is
+        no such sample, or it has ended."""
+        state = self._requests.get(key)
+        sample = next((s for s in state.samples if s.index == index), None) if state is not None else None
+        if state is None or sample is None or not sample.outputs or sample.stage is Stage.ENDED:
+            return None
+        output = sample.stop(now)
+        if state.num_unfinished == 0:
+            self._end(state)
+        else:
+            self._running.leave(sample, Stage.ENDED)
+        return output
 
     def expire(self, now: float) -> tuple[list[RequestKey], list[RequestKey]]:
         """(requests whose deadline passed, tickets whose pin ended), all of them ended here."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import worker_pb2 as headrace_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"r\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06pinned\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\x12\x10\n\x08stranded\x18\x06 \x01(\r\"m\n\x08PeerLink\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\xd5\x02\n\x10\x44\x65scribeResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\x12(\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlockCounts\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12$\n\x05links\x18\x05 \x03(\x0b\x32\x15.headrace.v1.PeerLink\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x17\n\x0fnum_handoffs_in\x18\x08 \x01(\x04\x12\x18\n\x10num_handoffs_out\x18\t \x01(\x04\x12\x1e\n\x16seconds_since_progress\x18\n \x01(\x01\x12\x18\n\x10unhealthy_reason\x18\x0b \x01(\t\"\x1e\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"#\n\x0fSetRoleResponse\x12\x10\n\x08previous\x18\x01 \x01(\t\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"1\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0f\n\x07num_cut\x18\x02 \x01(\r\"\x13\n\x11\x43\x61\x63heResetRequest\"(\n\x12\x43\x61\x63heResetResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"3\n\rFaultsRequest\x12\"\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Fault\"R\n\x05\x46\x61ult\x12\r\n\x05point\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05times\x18\x05 \x01(\r\"$\n\x0e\x46\x61ultsResponse\x12\x12\n\nnum_active\x18\x01 \x01(\r2\xea\x02\n\x07\x43ontrol\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12\x44\n\x07SetRole\x12\x1b.headrace.v1.SetRoleRequest\x1a\x1c.headrace.v1.SetRoleResponse\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\x12M\n\nCacheReset\x12\x1e.headrace.v1.CacheResetRequest\x1a\x1f.headrace.v1.CacheResetResponse\x12\x41\n\x06\x46\x61ults\x12\x1a.headrace.v1.FaultsRequest\x1a\x1b.headrace.v1.FaultsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/worker.proto\"r\n\x0b\x42lockCounts\x12\x0c\n\x04\x66ree\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tive\x18\x03 \x01(\r\x12\x0e\n\x06pinned\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\x12\x10\n\x08stranded\x18\x06 \x01(\r\"m\n\x08PeerLink\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\xaa\x03\n\x10\x44\x65scribeResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.headrace.v1.WorkerInfo\x12(\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x18.headrace.v1.BlockCounts\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.headrace.v1.Load\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12$\n\x05links\x18\x05 \x03(\x0b\x32\x15.headrace.v1.PeerLink\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x17\n\x0fnum_handoffs_in\x18\x08 \x01(\x04\x12\x18\n\x10num_handoffs_out\x18\t \x01(\x04\x12\x1e\n\x16seconds_since_progress\x18\n \x01(\x01\x12\x18\n\x10unhealthy_reason\x18\x0b \x01(\t\x12)\n\x08requests\x18\x0c \x03(\x0b\x32\x17.headrace.v1.RequestKey\x12(\n\x07tickets\x18\r \x03(\x0b\x32\x17.headrace.v1.RequestKey\"\x1e\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"#\n\x0fSetRoleResponse\x12\x10\n\x08previous\x18\x01 \x01(\t\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"1\n\rDrainResponse\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\x12\x0f\n\x07num_cut\x18\x02 \x01(\r\"\x13\n\x11\x43\x61\x63heResetRequest\"(\n\x12\x43\x61\x63heResetResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"3\n\rFaultsRequest\x12\"\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Fault\"R\n\x05\x46\x61ult\x12\r\n\x05point\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05times\x18\x05 \x01(\r\"$\n\x0e\x46\x61ultsResponse\x12\x12\n\nnum_active\x18\x01 \x01(\r2\xea\x02\n\x07\x43ontrol\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12\x44\n\x07SetRole\x12\x1b.headrace.v1.SetRoleRequest\x1a\x1c.headrace.v1.SetRoleResponse\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\x12M\n\nCacheReset\x12\x1e.headrace.v1.CacheResetRequest\x1a\x1f.headrace.v1.CacheResetResponse\x12\x41\n\x06\x46\x61ults\x12\x1a.headrace.v1.FaultsRequest\x1a\x1b.headrace.v1.FaultsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=295
   _globals['_DESCRIBEREQUEST']._serialized_end=312
   _globals['_DESCRIBERESPONSE']._serialized_start=315
-  _globals['_DESCRIBERESPONSE']._serialized_end=656
-  _globals['_SETROLEREQUEST']._serialized_start=658
-  _globals['_SETROLEREQUEST']._serialized_end=688
-  _globals['_SETROLERESPONSE']._serialized_start=690
-  _globals['_SETROLERESPONSE']._serialized_end=725
-  _globals['_DRAINREQUEST']._serialized_start=727
-  _globals['_DRAINREQUEST']._serialized_end=764
-  _globals['_DRAINRESPONSE']._serialized_start=766
-  _globals['_DRAINRESPONSE']._serialized_end=815
-  _globals['_CACHERESETREQUEST']._serialized_start=817
-  _globals['_CACHERESETREQUEST']._serialized_end=836
-  _globals['_CACHERESETRESPONSE']._serialized_start=838
-  _globals['_CACHERESETRESPONSE']._serialized_end=878
-  _globals['_FAULTSREQUEST']._serialized_start=880
-  _globals['_FAULTSREQUEST']._serialized_end=931
-  _globals['_FAULT']._serialized_start=933
-  _globals['_FAULT']._serialized_end=1015
-  _globals['_FAULTSRESPONSE']._serialized_start=1017
-  _globals['_FAULTSRESPONSE']._serialized_end=1053
-  _globals['_CONTROL']._serialized_start=1056
-  _globals['_CONTROL']._serialized_end=1418
+  _globals['_DESCRIBERESPONSE']._serialized_end=741
+  _globals['_SETROLEREQUEST']._serialized_start=743
+  _globals['_SETROLEREQUEST']._serialized_end=773
+  _globals['_SETROLERESPONSE']._serialized_start=775
+  _globals['_SETROLERESPONSE']._serialized_end=810
+  _globals['_DRAINREQUEST']._serialized_start=812
+  _globals['_DRAINREQUEST']._serialized_end=849
+  _globals['_DRAINRESPONSE']._serialized_start=851
+  _globals['_DRAINRESPONSE']._serialized_end=900
+  _globals['_CACHERESETREQUEST']._serialized_start=902
+  _globals['_CACHERESETREQUEST']._serialized_end=921
+  _globals['_CACHERESETRESPONSE']._serialized_start=923
+  _globals['_CACHERESETRESPONSE']._serialized_end=963
+  _globals['_FAULTSREQUEST']._serialized_start=965
+  _globals['_FAULTSREQUEST']._serialized_end=1016
+  _globals['_FAULT']._serialized_start=1018
+  _globals['_FAULT']._serialized_end=1100
+  _globals['_FAULTSRESPONSE']._serialized_start=1102
+  _globals['_FAULTSRESPONSE']._serialized_end=1138
+  _globals['_CONTROL']._serialized_start=1141
+  _globals['_CONTROL']._serialized_end=1503
 # @@protoc_insertion_point(module_scope)

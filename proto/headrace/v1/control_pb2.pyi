@@ -44,7 +44,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("info", "blocks", "load", "draining", "links", "num_steps", "num_preemptions", "num_handoffs_in", "num_handoffs_out", "seconds_since_progress", "unhealthy_reason")
+    __slots__ = ("info", "blocks", "load", "draining", "links", "num_steps", "num_preemptions", "num_handoffs_in", "num_handoffs_out", "seconds_since_progress", "unhealthy_reason", "requests", "tickets")
     INFO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,8 @@ class DescribeResponse(_message.Message):
     NUM_HANDOFFS_OUT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     UNHEALTHY_REASON_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
     info: _worker_pb2.WorkerInfo
     blocks: BlockCounts
     load: _worker_pb2.Load
@@ -67,7 +69,9 @@ class DescribeResponse(_message.Message):
     num_handoffs_out: int
     seconds_since_progress: float
     unhealthy_reason: str
-    def __init__(self, info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_handoffs_in: _Optional[int] = ..., num_handoffs_out: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., unhealthy_reason: _Optional[str] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[_worker_pb2.RequestKey]
+    tickets: _containers.RepeatedCompositeFieldContainer[_worker_pb2.RequestKey]
+    def __init__(self, info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_handoffs_in: _Optional[int] = ..., num_handoffs_out: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., unhealthy_reason: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[_worker_pb2.RequestKey, _Mapping]]] = ..., tickets: _Optional[_Iterable[_Union[_worker_pb2.RequestKey, _Mapping]]] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("role",)

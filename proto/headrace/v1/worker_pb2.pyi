@@ -198,6 +198,14 @@ class Cancel(_message.Message):
     key: RequestKey
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ...) -> None: ...
 
+class StopSample(_message.Message):
+    __slots__ = ("key", "index")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    index: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
+
 class Place(_message.Message):
     __slots__ = ("key", "prefill")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -213,18 +221,20 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "place", "ping")
+    __slots__ = ("hello", "submit", "cancel", "place", "ping", "stop_sample")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    STOP_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     place: Place
     ping: Ping
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    stop_sample: StopSample
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., stop_sample: _Optional[_Union[StopSample, _Mapping]] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("token_ids", "values")
@@ -313,20 +323,22 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., claimed_tokens: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("total", "yours", "cost", "role", "draining", "free_blocks")
+    __slots__ = ("total", "yours", "cost", "role", "draining", "free_blocks", "unhealthy_reason")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     YOURS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNHEALTHY_REASON_FIELD_NUMBER: _ClassVar[int]
     total: Load
     yours: Load
     cost: CostModel
     role: str
     draining: bool
     free_blocks: int
-    def __init__(self, total: _Optional[_Union[Load, _Mapping]] = ..., yours: _Optional[_Union[Load, _Mapping]] = ..., cost: _Optional[_Union[CostModel, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., free_blocks: _Optional[int] = ...) -> None: ...
+    unhealthy_reason: str
+    def __init__(self, total: _Optional[_Union[Load, _Mapping]] = ..., yours: _Optional[_Union[Load, _Mapping]] = ..., cost: _Optional[_Union[CostModel, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., free_blocks: _Optional[int] = ..., unhealthy_reason: _Optional[str] = ...) -> None: ...
 
 class ErrorInfo(_message.Message):
     __slots__ = ("type", "message", "numbers")

@@ -50,6 +50,7 @@ class Scene:
     redis: Redis
     follow: Follow
     index: Watched
+    gone: list[str]
 
     def publisher(self, worker: str, generation: int = 1) -> Publisher:
         return Publisher(self.redis, KEYS, worker, generation)
@@ -64,10 +65,11 @@ async def scene(url: str, sessions: Sessions | None = None) -> AsyncIterator[Sce
     redis = Redis.from_url(url)
     store = stores.connect(url, budget_seconds=0.5, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
     await redis.flushall()
-    index = Watched()
+    index, gone = Watched(), list[str]()
     sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)
     try:
-        yield Scene(redis, Follow(store, KEYS, index, sessions, clock, scan_seconds=0.05), index)
+        follow = Follow(store, KEYS, index, sessions, clock, gone=gone.append, scan_seconds=0.05)
+        yield Scene(redis, follow, index, gone)
     finally:
         await store.close()
         await redis.aclose()
@@ -100,6 +102,31 @@ async def test_keys_of_one_worker_that_are_of_another_type_hide_no_other(
         await on.redis.set(key("a"), "what is this")
         await on.follow.scan()
         assert on.held("b") == {0, 1, 2}
+
+
+async def test_events_of_another_type_hide_no_other_workers(redis_url: str) -> None:
+    """All streams are read in one command, which one key of another type makes fail."""
+    async with scene(redis_url) as on:
+        worker, other = on.publisher("a"), on.publisher("b")
+        for one in (worker, other):
+            await one.lease()
+            await one.store(range(3))
+        await on.follow.scan()
+        await on.redis.delete(KEYS.events("a"))
+        await on.redis.set(KEYS.events("a"), "what is this")
+        await other.store([7])
+        for _ in range(2):
+            await on.follow.read(0.1)
+        assert on.held("b") == {0, 1, 2, 7}
+        await other.store([8])
+        await on.follow.scan()
+        await on.follow.read(0.1)
+        assert on.held("b") == {0, 1, 2, 7, 8}
+        assert on.held("a") == {0, 1, 2}
+        await on.redis.delete(KEYS.events("a"))
+        await worker.store([11])
+        await on.follow.scan()
+        assert on.held("a") == {0, 1, 2, 11}
 
 
 async def test_case_30_a_cleared_cache_leaves_the_index(redis_url: str) -> None:
@@ -195,9 +222,12 @@ async def test_a_worker_without_lease_and_session_is_forgotten(redis_url: str) -
         await worker.lease()
         await worker.store(range(3))
         await on.follow.scan()
+        await on.follow.read(0.01)
+        assert on.gone == []
         await worker.end_lease()
         await on.follow.scan()
         assert on.index.workers == ()
+        assert on.gone == ["a"]
 
 
 async def test_a_worker_whose_session_answers_is_alive_whatever_redis_says(redis_url: str) -> None:

@@ -153,6 +153,21 @@ async def test_one_sample_stopped_by_a_string_leaves_the_others_running() -> Non
         assert worker.cancels.empty()
 
 
+async def test_case_41_the_worker_is_told_of_a_sample_that_a_stop_string_ended_and_ends_it_alone() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, n=2, stop=("!",))
+        worker.emit(request.key, ids("a!"), num_generated=2, index=0, usage=Usage(10))
+        assert await asyncio.wait_for(worker.stops.get(), 10) == (request.key, 0)
+        worker.emit(request.key, [], num_generated=2, index=0, finish=STOP)
+        worker.emit(request.key, ids("b"), num_generated=1, index=1)
+        worker.emit(request.key, ids("c!"), num_generated=3, index=1)
+        pieces = await task
+        assert [piece.finish for piece in pieces if piece.finish] == ["stop", "stop"]
+        assert pieces[-1].usage == Usage(10, 5, 0)
+        assert await asyncio.wait_for(worker.cancels.get(), 10) == request.key, "the last one ends the request"
+        assert worker.stops.empty()
+
+
 async def test_logprobs_follow_their_tokens_also_over_merged_messages_and_a_stop() -> None:
     async with NullWorker() as worker, stage(worker) as on:
         task, request = await begin(on, worker, stop=("c",), sampling=SamplingParams(max_tokens=9, num_logprobs=0))
@@ -427,6 +442,18 @@ async def test_a_worker_that_lacks_what_its_index_promises_is_routed_by_load_alo
         assert counted_on == [399, 399, 399, 0]
         assert metric(metrics.INDEX_FALLBACKS, reason="distrusted") == before + 1
         assert metric(metrics.INDEX_ERROR, worker="liar") > 0.9
+
+
+async def test_no_series_speaks_of_a_worker_that_is_gone() -> None:
+    async with NullWorker(worker_info("leaves")) as worker, stage(worker) as on:
+        promise(on, worker, range(64))
+        task, request = await begin(on, worker, prompt=64)
+        worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(64))
+        await task
+        names = (*TRUTH, metrics.INDEX_ERROR)
+        assert None not in [REGISTRY.get_sample_value(name, {"worker": "leaves"}) for name in names]
+        on.requests.forget("leaves")
+        assert [REGISTRY.get_sample_value(name, {"worker": "leaves"}) for name in names] == [None] * 3
 
 
 async def test_what_decode_holds_is_offered_to_prefill_and_is_no_news_of_the_index() -> None:

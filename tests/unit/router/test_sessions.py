@@ -202,7 +202,7 @@ def logged(name: str) -> Iterator["asyncio.Queue[str]"]:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize(("field", "value"), [("hash_version", 99), ("protocol_version", 99)])
+@pytest.mark.parametrize(("field", "value"), [("hash_version", 99), ("protocol_version", 99), ("protocol_version", 1)])
 async def test_case_31_a_worker_that_hashes_or_speaks_otherwise_is_refused_with_the_field_named(
     field: str, value: int
 ) -> None:
@@ -211,7 +211,7 @@ async def test_case_31_a_worker_that_hashes_or_speaks_otherwise_is_refused_with_
     async with NullWorker(info) as worker, stage() as on:
         with logged("router.sessions") as messages:
             on.sessions.seek([worker.address])
-            assert f"{field} is 99 there" in await asyncio.wait_for(messages.get(), 10)
+            assert f"{field} is {value} there" in await asyncio.wait_for(messages.get(), 10)
         assert on.sessions.find("null") is None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from headrace.clock import Clock
 from headrace.config import EngineConfig, HandoffConfig
 from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import (
@@ -82,13 +83,13 @@ async def a_worker(
     handoff: HandoffConfig = HANDOFF,
     identity: Identity = IDENTITY,
     executor: MemoryExecutor | None = None,
-    stall_seconds: float = 30.0,
+    clock: Clock | None = None,
     registry: CollectorRegistry | None = None,
     **spec: Any,
 ) -> AsyncIterator[Rig]:
     executor = executor or MemoryExecutor(num_blocks, engine.block_size)
     full = WorkerSpec(worker_id, 1, role, "tiny", engine=engine, handoff=handoff, fault_hooks=True)
-    worker = Worker(replace(full, **spec), executor, identity, stall_seconds=stall_seconds, registry=registry)
+    worker = Worker(replace(full, **spec), executor, identity, clock=clock, registry=registry)
     info = await worker.start()
     running = asyncio.create_task(worker.run())
     async with grpc.aio.insecure_channel(info.address) as channel:

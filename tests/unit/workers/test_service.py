@@ -156,6 +156,18 @@ async def test_cancel_frees_what_the_request_held() -> None:
         assert (await router.submit(a_request("next")).end()).error is None
 
 
+async def test_case_41_a_sample_that_its_router_stops_ends_and_the_others_go_on() -> None:
+    async with a_worker() as rig, rig.router() as router:
+        answer = router.submit(a_request(n=2, max_tokens=200))
+        await answer.until(lambda answer: len(answer.tokens[0]) > 3)
+        for index in (0, 0, 7):
+            router.stop_sample("q", index)
+        await answer.end()
+        assert len(answer.tokens[0]) < len(answer.tokens[1]) == 200
+        assert answer.timeline is not None
+        await rig.idle()
+
+
 async def test_case_44_a_closed_session_ends_its_requests() -> None:
     async with a_worker() as rig, rig.router("stays") as stays:
         kept = stays.submit(a_request("kept", seed=5, max_tokens=40))
@@ -199,6 +211,8 @@ async def test_a_load_report_tells_total_and_own() -> None:
     async with a_worker(executor=executor) as rig, rig.router("a") as a, rig.router("b") as b:
         a.submit(a_request("qa", length=5, seed=1))
         b.submit(a_request("qb", length=9, seed=2))
+        described = await rig.control.Describe(control_pb2.DescribeRequest())
+        assert {key.request_id for key in described.requests} == {"qa", "qb"}
         seen_by_a = await a.report(lambda report: report.total.num_running + report.total.num_waiting == 2)
         assert seen_by_a.yours.num_running + seen_by_a.yours.num_waiting == 1
         assert seen_by_a.role is Role.UNIFIED
@@ -230,12 +244,14 @@ async def test_a_ping_is_answered() -> None:
         assert router.pongs == [1, 2]
 
 
-async def test_a_session_of_another_protocol_is_refused() -> None:
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_a_router_of_another_protocol_is_refused(version: int) -> None:
     async with a_worker() as rig:
         call = worker_pb2_grpc.WorkerStub(rig.channel).Session()
-        await call.write(worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="r", protocol_version=99)))
+        hello = worker_pb2.RouterHello(router_id="r", protocol_version=version)
+        await call.write(worker_pb2.RouterMessage(hello=hello))
         assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "protocol_version must be 1, got 99" in await call.details()
+        assert f"protocol_version must be {PROTOCOL_VERSION}, got {version}" in await call.details()
 
 
 async def test_describe_says_what_the_worker_is() -> None:
@@ -339,14 +355,16 @@ async def test_case_60_what_outlives_the_grace_is_cut_with_an_error() -> None:
 
 async def test_case_59_a_stuck_step_makes_the_worker_unhealthy_with_a_reason() -> None:
     executor = MemoryExecutor()
-    async with a_worker(executor=executor, stall_seconds=0.2) as rig, rig.router() as router:
+    engine = ENGINE.model_copy(update={"stall_seconds": 0.2})
+    async with a_worker(executor=executor, engine=engine) as rig, rig.router() as router:
         assert await health(rig) == SERVING
         executor.go_steps.clear()
         answer = router.submit(a_request())
         await health_becomes(rig, NOT_SERVING)
         described = await rig.control.Describe(control_pb2.DescribeRequest())
         assert "no step finished" in described.unhealthy_reason
-        assert await router.report(lambda report: report.draining), "routers place nothing here meanwhile"
+        told = await router.report(lambda report: report.draining)
+        assert "no step finished" in told.unhealthy_reason, "routers place nothing here meanwhile, and say why"
         executor.go_steps.set()
         await health_becomes(rig, SERVING)
         assert (await answer.end()).error is None

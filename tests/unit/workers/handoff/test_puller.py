@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.clock import ManualClock
 from headrace.errors import (
     DeadlineExceeded,
     Draining,
@@ -126,6 +127,25 @@ async def test_case_3_a_request_that_is_cancelled_in_the_moment_of_its_arrival_i
         await asyncio.wait_for(session.heard.wait(), 10)
         await both_idle(prefill, decode)
         assert decode.executor.num_steps < 20
+
+
+async def test_a_ticket_says_the_time_that_is_left_after_the_wait_for_its_claim(clock: ManualClock) -> None:
+    """Deadlines travel as time left: the prefill worker would else work for a client who is told that it is too late."""
+    async with a_pair(decode_num_blocks=20, decode_clock=clock) as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        tickets = prefill.worker._source._tickets
+        router.submit(a_request("first", length=61, prefill=prefill.target))
+        while "first" not in tickets:
+            await prefill.worker.changed()
+        second = router.submit(a_request("second", length=21, seed=2, seconds_left=10.0, prefill=prefill.target))
+        await router.ping()
+        clock.advance(4.0)
+        router.cancel("first")
+        while "second" not in tickets:
+            await prefill.worker.changed()
+        assert tickets["second"].ticket.request.seconds_left == 6.0
+        prefill.executor.go_steps.set()
+        assert (await second.end()).error is None
 
 
 async def test_what_decode_holds_is_not_moved_again() -> None:
@@ -471,7 +491,13 @@ async def test_case_52_requests_parked_on_a_dead_prefill_worker_hold_up_nobody()
         await both_idle(prefill, decode)
 
 
-DIFFERENT: dict[str, object] = {"revision": "r2", "kv_dtype": "float8", "slab_version": 9, "tokenizer": "t2"}
+DIFFERENT: dict[str, object] = {
+    "revision": "r2",
+    "kv_dtype": "float8",
+    "slab_version": 9,
+    "tokenizer": "t2",
+    "protocol_version": 1,
+}
 
 
 @pytest.mark.parametrize("field", DIFFERENT)

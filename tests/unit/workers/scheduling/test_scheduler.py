@@ -49,6 +49,15 @@ def test_pools_that_shrink_and_preemption_at_any_moment_change_no_answer(seed: i
     world.check()
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), pressed=st.booleans())
+def test_samples_stopped_in_the_middle_change_no_other_answer(seed: int, overlap: bool, pressed: bool) -> None:
+    world = World(seed, overlap=overlap, pressed=pressed, stopping=True)
+    world.live(200)
+    world.settle()
+    world.check()
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_one_step_ahead_gives_what_the_plain_loop_gives(seed: int) -> None:
@@ -73,6 +82,28 @@ def test_prompts_at_every_edge_of_blocks_and_chunks(num_prompt: int, overlap: bo
     worker.scheduler.submit(asked, 0.0)
     worker.run()
     worker.check_answer(asked)
+    worker.check_empty()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_case_41_a_stopped_sample_computes_no_further_and_the_last_one_carries_the_usage(overlap: bool) -> None:
+    worker = CheckedWorker(NO_EOS, overlap=overlap)
+    asked = request("a", 8, max_tokens=40, n=3)
+    worker.scheduler.submit(asked, 0.0)
+    while len(worker.tokens(asked.key, 2)) < 5:
+        worker.turn()
+    stopped = [worker.scheduler.stop_sample(asked.key, index, 0.0) for index in (0, 2)]
+    assert [(output.token_ids, output.finish, output.usage) for output in stopped if output] == [
+        ((), FinishReason.STOP, None)
+    ] * 2
+    worker.collect(output for output in stopped if output)
+    before = worker.checker.num_tokens
+    worker.run()
+    assert len(worker.tokens(asked.key, 1)) == 40
+    assert worker.checker.num_tokens - before == 40 - len(worker.tokens(asked.key, 0)) - (1 if overlap else 0)
+    last = worker.outputs[asked.key, 1][-1]
+    assert last.usage == Usage(8, 40 + sum(len(worker.tokens(asked.key, index)) for index in (0, 2)))
+    assert last.timeline is not None
     worker.check_empty()
 
 
