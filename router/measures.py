@@ -99,3 +99,9 @@ def ended(flight: Flight, now: float) -> None:
     else:
         outcome = "failed"
     _SLO.labels(job.service_class, outcome).inc()
+
+
+def forget(worker_id: str) -> None:
+    """The worker is gone: no series speaks of it any more."""
+    for series in (_PREDICTED, _ACTUAL, _ERROR):
+        series.remove(worker_id)

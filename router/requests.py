@@ -115,8 +115,7 @@ class Requests:
         self._generations.pop(worker_id, None)
         self._health.forget(worker_id)
         self._caches.forget(worker_id)
-        for series in (_PREDICTED, _ACTUAL, _ERROR):
-            series.remove(worker_id)
+        measures.forget(worker_id)
 
     def view(self) -> View:
         """The workers as they are believed to be now."""

@@ -5,8 +5,13 @@ import pathlib
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from headrace.clock import ManualClock
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PATHS = os.pathsep.join((str(ROOT), str(ROOT / "proto")))

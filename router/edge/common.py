@@ -109,7 +109,7 @@ class Edge:
         return None
 
     async def drain(self) -> None:
-        """Takes no new requests from now on; returns when those in flight have ended, but for those whose clients have taken
+        """Takes no new requests from now on; returns when those in flight have ended, but for those whose clients took
         nothing between two looks, UNREAD_SECONDS apart."""
         self._draining = True
         stood_at: dict[Relay, int] = {}

@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from tests.worker_process import WorkerProcess, a_worker_process
 Fault = control_pb2.Fault
 Samples = dict[tuple[str, str], float]
 BLOCK, CHUNK = 8, 16
-SILENT_SECONDS, TRANSFER_SECONDS, LEASE_SECONDS = 1.5, 2.0, 1.0
+SILENT_SECONDS, TRANSFER_SECONDS, LEASE_SECONDS, STALL_SECONDS = 1.5, 2.0, 1.0, 2.0
+# How long a storm lasts; the field's lasted 60.
+STORM_SECONDS = float(os.environ.get("HEADRACE_STORM_SECONDS", "20"))
 MAX_QUEUE = 64
 OPTIONS = {
     "block-size": BLOCK,
@@ -39,7 +42,9 @@ OPTIONS = {
     "transfer-seconds": TRANSFER_SECONDS,
     "pin-seconds": TRANSFER_SECONDS,
     "lease-seconds": LEASE_SECONDS,
+    "stall-seconds": STALL_SECONDS,
 }
+ORDINARY: Mapping[str, int] = {"length": 20, "max_tokens": 16}
 HELD = ("active", "pinned", "quarantined", "stranded")
 
 
@@ -102,12 +107,41 @@ class Stage:
         return self.workers["d0"]
 
     async def ask(self, name: str, length: int = 40, *, max_tokens: int = 8, **fields: Any) -> Any:
-        """A whole answer, or with stream=True a stream, over the openai SDK."""
+        """A whole answer, or with stream=True a stream, over the openai SDK. `name` is its X-Request-Id too."""
         extra = {"ignore_eos": True, "headrace": {"timeline": True}}
         return await self.sdk.completions.create(
             **{"model": "tiny", "prompt": prompt(name, length), "max_tokens": max_tokens, "temperature": 0.0, **fields},
             extra_body=extra,
+            extra_headers={"X-Request-Id": name.replace(" ", "-")},
         )
+
+    async def goodput(self, seconds: float) -> float:
+        """Answers a second that four clients get, who ask one after the other."""
+        done, end = 0, time.monotonic() + seconds
+
+        async def client(number: int) -> None:
+            nonlocal done
+            while time.monotonic() < end:
+                await self.ask(f"normal{number}", **ORDINARY)
+                done += 1
+
+        began = time.monotonic()
+        await asyncio.gather(*(client(number) for number in range(4)))
+        return done / (time.monotonic() - began)
+
+    async def storm(self, rate: float, ask: Callable[[int], Awaitable[None]]) -> None:
+        """So many clients a second for STORM_SECONDS, whatever becomes of those before them; returns when all are done."""
+        began = time.monotonic()
+        clients = []
+        for number in range(int(STORM_SECONDS * rate)):
+            await asyncio.sleep(began + number / rate - time.monotonic())
+            clients.append(asyncio.ensure_future(ask(number)))
+        await asyncio.gather(*clients)
+
+    async def worker_name(self, request_id: str) -> str:
+        """What workers call a request that its client calls so; empty when the router knows none."""
+        answer = await self.http.get(f"{self.router.http}/why/{request_id}")
+        return str(answer.json()["worker_name"]) if answer.is_success else ""
 
     async def spawn(self, name: str, generation: int = 1, **options: object) -> None:
         """Starts a worker, or starts it again with what it had."""
@@ -152,18 +186,13 @@ class Stage:
     async def hand_over(self, length: int) -> "tuple[str, asyncio.Task[Any]]":
         """A request of which the prefill worker holds the ticket, and its name. Where a prompt is computed is decided by
         price: others are asked until one is handed over."""
-
-        async def num_tickets() -> float:
-            return (await self.worker_samples("p0"))[metrics.IN_FLIGHT, "ticket"]
-
-        before = await num_tickets()
         async with asyncio.timeout(30):
             while True:
                 self.num_asked += 1
                 name = f"handed{self.num_asked}"
                 asking = asyncio.create_task(self.ask(name, length))
                 while not asking.done():
-                    if await num_tickets() > before:
+                    if await self.worker_name(name) in {key.request_id for key in (await self.p0.describe()).tickets}:
                         return name, asking
                 await asking
 

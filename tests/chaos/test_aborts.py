@@ -1,9 +1,7 @@
 """Clients that go away, in every phase: what was held for them is free again, and nobody else notices."""
 
 import asyncio
-import random
 import time
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -11,62 +9,90 @@ import openai
 import pytest
 
 from headrace import metrics
-from tests.chaos.stage import CHUNK, Fault, Stage, prompt, text_of, until
+from tests.chaos.stage import CHUNK, ORDINARY, STORM_SECONDS, TRANSFER_SECONDS, Fault, Stage, prompt, text_of, until
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
 
 
-async def gone_after(stage: Stage, seconds: float, name: str, **fields: Any) -> None:
-    """Asks, and leaves: the connection is closed."""
-    with suppress(TimeoutError, openai.APIError):
-        async with asyncio.timeout(seconds):
-            await stage.ask(name, **fields)
+class Watch:
+    """When each request was last seen on the decode or the prefill worker, by the name that workers have for it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.last_seen: dict[str, float] = {}
+
+    async def look(self) -> None:
+        while True:
+            for member in self._stage.workers.values():
+                asked_at = time.monotonic()
+                described = await member.describe()
+                for key in (*described.requests, *described.tickets):
+                    self.last_seen[key.request_id] = asked_at
+            await asyncio.sleep(0.02)
 
 
-async def goodput(stage: Stage, seconds: float) -> float:
-    """Answers a second that four clients get, who ask one after the other."""
-    done, end = 0, time.monotonic() + seconds
+@pytest.mark.timeout(90 + 2 * STORM_SECONDS)
+async def test_case_06_an_abort_storm_holds_no_slot_and_leaves_the_goodput_as_it_was(stage: Stage) -> None:
+    """Clients wait a second each, three times as many as can be served come: most leave, before they run or in the middle.
+    None of those may be on any worker a second after it left."""
+    await stage.d0.faults(Fault(point="step", action="delay", seconds=0.02))
+    await stage.goodput(1)
+    before = await stage.goodput(4)
+    left: dict[str, float] = {}
 
     async def client(number: int) -> None:
-        nonlocal done
-        while time.monotonic() < end:
-            await stage.ask(f"normal{number}", 20, max_tokens=16)
-            done += 1
+        name = f"storm{number}"
+        try:
+            async with asyncio.timeout(1.0):
+                await stage.ask(name, **ORDINARY)
+        except TimeoutError:
+            left_at = time.monotonic()
+            left[await stage.worker_name(name)] = left_at
+        except openai.RateLimitError:
+            pass
 
-    began = time.monotonic()
-    await asyncio.gather(*(client(number) for number in range(4)))
-    return done / (time.monotonic() - began)
-
-
-async def test_case_06_an_abort_storm_leaves_the_goodput_as_it_was(stage: Stage) -> None:
-    await stage.d0.faults(Fault(point="step", action="delay", seconds=0.02))
-    await goodput(stage, 1)
-    before = await goodput(stage, 4)
-    rate, storm = 3 * before, []
-    for number in range(int(12 * rate)):
-        storm.append(asyncio.create_task(gone_after(stage, 1.0, f"storm{number % 50}", length=20, max_tokens=60)))
-        await asyncio.sleep(1 / rate)
-    await asyncio.gather(*storm)
-    began = time.monotonic()
-    await stage.settled(5)
-    assert time.monotonic() - began < 2, "decode slots of aborted requests"
-    after = await goodput(stage, 4)
+    watch = Watch(stage)
+    looking = asyncio.create_task(watch.look())
+    num_clients = int(STORM_SECONDS * 3 * before)
+    await stage.storm(3 * before, client)
+    after = await stage.goodput(4)
+    looking.cancel()
+    await asyncio.wait([looking])
+    held = {name: watch.last_seen[name] - left_at for name, left_at in left.items() if name in watch.last_seen}
+    assert len(left) > num_clients / 3, "it was no storm"
+    assert sum(seconds > -0.1 for seconds in held.values()) > before, "hardly one was on a worker when its client left"
+    assert max(held.values()) < 1.0, "a slot was held for nobody"
     assert after >= 0.9 * before, (before, after)
 
 
-async def test_case_01_fifty_aborted_loads_and_now_and_then_a_killed_prefill_worker(stage: Stage) -> None:
-    rng = random.Random(1)
-    respawns: list[asyncio.Task[None]] = []
-    async with stage.decoding(Fault(point="pull", action="delay", seconds=0.15), step_seconds=0.03):
-        for number in range(50):
-            await gone_after(stage, rng.uniform(0.01, 0.2), f"load{number}", length=60)
-            if number in (10, 30):
-                await asyncio.gather(*respawns)
+TRANSFERS = {
+    "a slow transfer": Fault(point="pull", action="delay", seconds=5.0),
+    "a transfer that never ends": Fault(point="transfer.block", action="drop", at=3),
+}
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
+async def test_case_01_fifty_loads_aborted_in_mid_transfer_and_now_and_then_a_killed_prefill_worker(
+    stage: Stage, transfer: Any
+) -> None:
+    """Twenty-five of each kind; every one is under way when its client leaves."""
+    async with stage.decoding(transfer):
+
+        async def in_transfer() -> bool:
+            handing = (await stage.worker_samples("d0"))[metrics.IN_FLIGHT, "handoff"]
+            return handing > 0 and (await stage.worker_samples("p0"))[metrics.KV_BLOCKS, "pinned"] > 0
+
+        for number in range(25):
+            _, asking = await stage.hand_over(60)
+            await until(in_transfer)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert asking.cancelled()
+            if number in (8, 16):
                 stage.p0.kill()
-                respawns = [asyncio.create_task(stage.respawn("p0"))]
-        await asyncio.gather(*respawns)
+                await stage.respawn("p0")
     await stage.clear()
-    await stage.settled()
+    await stage.settled(2 * TRANSFER_SECONDS)
     assert (await stage.ask("load51", 60)).choices[0].finish_reason == "length"
     failures = await stage.worker_samples("d0")
     assert not failures.get((metrics.HANDOFF_FAILURES, "InternalError"))

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace import metrics
-from tests.chaos.stage import SILENT_SECONDS, Fault, Stage, prompt, text_of, until
+from tests.chaos.stage import SILENT_SECONDS, STALL_SECONDS, Fault, Stage, prompt, text_of, until
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
 
@@ -78,6 +78,29 @@ async def test_case_59_a_frozen_worker_makes_the_router_unready_within_its_bound
     await stage.until_ready()
     assert await serving(stage.router.grpc)
     assert (await stage.ask("again")).choices[0].finish_reason == "length"
+
+
+async def test_case_59_a_worker_that_stands_still_says_so_within_its_bound_and_the_router_names_it(
+    stage: Stage,
+) -> None:
+    stream = await stage.ask("stands", 20, max_tokens=60, stream=True)
+    await anext(stream)
+    await stage.d0.faults(Fault(point="step", action="pause"))
+
+    async def not_serving() -> bool:
+        return not await serving(stage.d0.process.address)
+
+    await until(not_serving, STALL_SECONDS + 3)
+    assert "no step finished" in (await stage.d0.describe()).unhealthy_reason
+    await until(lambda: not_ready(stage), 3)
+    assert "d0: no step finished" in (await stage.http.get(f"{stage.router.http}/ready")).text
+    assert not await serving(stage.router.grpc)
+    assert (await stage.http.get(f"{stage.router.http}/health")).status_code == 200
+    await stage.d0.faults()
+    chunks = [chunk async for chunk in stream]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    await stage.until_ready()
+    assert await serving(stage.d0.process.address)
 
 
 async def test_case_59_a_step_that_raises_ends_the_worker_and_tells_its_requests(stage: Stage) -> None:

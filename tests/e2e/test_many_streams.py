@@ -1,0 +1,156 @@
+"""A thousand streams at once through one router, before a null worker: all end, and nothing of them is left."""
+
+import asyncio
+import json
+import os
+import pathlib
+import resource
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace import metrics
+from headrace.client import AsyncClient
+from headrace.errors import Unavailable
+from tests.e2e.routers import RunningRouter, running_router, tiny_checkpoint, tokenizer_digest
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_STREAMS = 1000
+NUM_TOKENS = 24
+STEP_SECONDS = 0.5
+# Twice what was measured on two cores (Python 3.12, grpcio 1.84): a stream's own objects, its connection's buffers, and
+# what the allocator keeps of both.
+MAX_BYTES_PER_STREAM = {"sse": 256 * 2**10, "grpc": 128 * 2**10}
+
+
+@pytest.fixture(autouse=True)
+def enough_files() -> Iterator[None]:
+    """A connection is a file, here and in the router."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8192), hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def a_null_worker(tokenizer: str) -> AsyncIterator[str]:
+    command = (sys.executable, "-m", "tests.null_worker", "--step-seconds", str(STEP_SECONDS))
+    options = ("--max-num-seqs", str(2 * NUM_STREAMS), "--tokenizer", tokenizer)
+    process = await asyncio.create_subprocess_exec(
+        *command, *options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        yield (await process.stdout.readline()).decode().strip()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def resident_bytes(pid: int) -> int:
+    return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def samples(http: httpx.AsyncClient, router: RunningRouter) -> dict[str, float]:
+    families = text_string_to_metric_families((await http.get(f"{router.http}/metrics")).text)
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+async def over_sse(router: RunningRouter, opened: "asyncio.Semaphore") -> None:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+
+    async def one(http: httpx.AsyncClient) -> None:
+        async with http.stream("POST", f"{router.http}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            opened.release()
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines.pop() == "data: [DONE]"
+        assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as http:
+        await asyncio.gather(*(one(http) for _ in range(NUM_STREAMS)))
+
+
+async def over_grpc(router: RunningRouter, opened: "asyncio.Semaphore") -> None:
+    async def one(client: AsyncClient) -> None:
+        parts = []
+        async for part in client.generate([5, 6, 7], max_tokens=NUM_TOKENS, ignore_eos=True):
+            if not parts:
+                opened.release()
+            parts.append(part)
+        assert parts[-1].finish_reason == "length"
+        assert sum(len(part.token_ids) for part in parts) == NUM_TOKENS
+
+    async with AsyncClient(router.grpc) as client:
+        await asyncio.gather(*(one(client) for _ in range(NUM_STREAMS)))
+
+
+@pytest.mark.parametrize("edge", ["sse", "grpc"])
+async def test_a_thousand_streams_end_and_leave_nothing(
+    edge: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three rounds: the first warms, the second is measured, and after the third nothing has grown since the second."""
+    checkpoint = tiny_checkpoint(tmp_path / "model")
+    streams = {"sse": over_sse, "grpc": over_grpc}[edge]
+    async with (
+        a_null_worker(tokenizer_digest(checkpoint)) as worker,
+        running_router(checkpoint, tmp_path / "headrace.yaml", [worker]) as router,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+    ):
+        pid = router.process.pid
+        await ready(router)
+
+        async def all_open() -> int:
+            """What the router takes while all are under way."""
+            opened = asyncio.Semaphore(0)
+            running = asyncio.ensure_future(streams(router, opened))
+            for _ in range(NUM_STREAMS):
+                await opened.acquire()
+            in_flight = (await samples(http, router))[metrics.IN_FLIGHT]
+            assert in_flight == NUM_STREAMS, "all were open at once"
+            taken = resident_bytes(pid)
+            await running
+            return taken
+
+        async def at_rest() -> tuple[int, float, int]:
+            """(resident bytes, tasks, files) once nothing is under way."""
+            async with asyncio.timeout(30):
+                while (now := await samples(http, router))[metrics.IN_FLIGHT]:
+                    pass
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            return resident_bytes(pid), now[metrics.TASKS], files
+
+        before = await at_rest()
+        peak = await all_open()
+        await at_rest()
+        second = await all_open()
+        after_second = await at_rest()
+        await all_open()
+        after = await at_rest()
+        per_stream = (max(peak, second) - before[0]) / NUM_STREAMS
+        with capsys.disabled():
+            print(f" {per_stream / 2**10:.0f} KiB a stream over {edge} ", end="")
+        assert per_stream < MAX_BYTES_PER_STREAM[edge]
+        assert after[0] - after_second[0] < 4 * 2**20, "memory"
+        assert after[1] <= before[1] + 2, "tasks"
+        assert after[2] <= before[2] + 8, "files"
+
+
+async def ready(router: RunningRouter) -> None:
+    async with asyncio.timeout(30), AsyncClient(router.grpc) as client:
+        while True:
+            try:
+                async for _ in client.generate([5], max_tokens=1):
+                    pass
+                return
+            except Unavailable:
+                await asyncio.sleep(0.05)
