@@ -71,6 +71,7 @@ def paged_prefill(
         S=pool.shape[4],
         M=tile.rows,
         C=tile.tokens,
+        SPLIT=splits > 1,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -120,9 +121,9 @@ def _prefill(
     S: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    row = first_row + tl.program_id(2) // splits
-    split = tl.program_id(2) % splits
+    row = first_row + (tl.program_id(2) // splits if SPLIT else tl.program_id(2))
     head = tl.program_id(1)
     begin = tl.load(STARTS + row)
     num_query = tl.load(STARTS + row + 1) - begin
@@ -130,9 +131,15 @@ def _prefill(
     tokens_held: tl.constexpr = M // G
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens_held
     whole = (num_query == context) & (num_query >= whole_from)
-    part = _part(context, splits, C)
-    if (first_token >= num_query) | (context == 0) | whole | (split * part >= context):
+    if (first_token >= num_query) | (context == 0) | whole:
         return
+    first = 0
+    if SPLIT:
+        part = _part(context, splits, C)
+        split = tl.program_id(2) % splits
+        first = split * part
+        if first >= context:
+            return
 
     m = tl.arange(0, M)
     e = tl.arange(0, E)
@@ -148,9 +155,11 @@ def _prefill(
 
     seen_by_all = context - num_query + first_token + 1
     seen_by_any = tl.minimum(seen_by_all + tokens_held - 1, context)
-    first = split * part
-    last = tl.minimum(first + part, seen_by_any)
-    unmasked = tl.minimum(seen_by_all // C * C, last)
+    last = seen_by_any
+    unmasked = seen_by_all // C * C
+    if SPLIT:
+        last = tl.minimum(first + part, last)
+        unmasked = tl.maximum(tl.minimum(unmasked, last), first)
     largest_M = tl.full([M], SMALLEST, tl.float32)
     weight_M = tl.zeros([M], tl.float32)
     sum_ME = tl.zeros([M, E], tl.float32)
@@ -172,7 +181,7 @@ def _prefill(
             C,
             False,
         )
-    for start in range(tl.maximum(unmasked, first), last, C):
+    for start in range(unmasked, last, C):
         largest_M, weight_M, sum_ME = _advance(
             q_ME,
             position_M,
@@ -190,13 +199,7 @@ def _prefill(
             C,
             True,
         )
-    if part >= context:
-        tl.store(
-            OUT + ((begin + token_M).to(tl.int64) * out_stride + lane_M)[:, None] + e[None, :],
-            (sum_ME / weight_M[:, None]).to(OUT.dtype.element_ty),
-            mask=held_M[:, None],
-        )
-    else:
+    if SPLIT and part < context:
         num_heads = tl.num_programs(1) * G
         lane_M = head * G + m % G
         place_M = (split * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
@@ -204,6 +207,12 @@ def _prefill(
         largest_at_M = (split * 2 * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
         tl.store(STATISTICS + largest_at_M, largest_M, mask=held_M)
         tl.store(STATISTICS + largest_at_M + num_tokens * num_heads, weight_M, mask=held_M)
+    else:
+        tl.store(
+            OUT + ((begin + token_M).to(tl.int64) * out_stride + lane_M)[:, None] + e[None, :],
+            (sum_ME / weight_M[:, None]).to(OUT.dtype.element_ty),
+            mask=held_M[:, None],
+        )
 
 
 @triton.jit

@@ -40,6 +40,7 @@ Observe = Callable[[StepPlan, Tensor], None]
 Fill = Callable[[Checkpoint, tuple[Wanted, ...], LoadProgress], None]
 
 WARM_UP = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
+LATER_CHUNK = 512  # beyond what shares its context among programs
 GREEDY_WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 
 
@@ -141,8 +142,8 @@ class Runner:
         self._passing: tuple[Tensor, Work] | None = None
 
     def warm_up(self) -> None:
-        """Steps of full length, of one token, and of a later chunk, drawn from by chance and greedily, in the trash block:
-        what is made on first use is made now."""
+        """Steps of full length, of one token, and of a short and a later chunk, drawn from by chance and greedily, in the
+        trash block: what is made on first use is made now."""
         size, trash = self._engine.block_size, self.pool.trash_block
         length = min(self._engine.max_step_tokens, self.max_context_tokens - 1)
         self._ops.prepare(self._num_heads, self.slab.num_kv_heads, self.slab.head_dim, self._dtype, length)
@@ -150,10 +151,11 @@ class Runner:
         prompt = RowWork(0, 0, length, (0,) * length, (trash,) * (length // size + 1))
         self.run(StepPlan(-4, (prompt,), 0, starts=(start,)))
         self.run(StepPlan(-3, (RowWork(0, length, 1, None),), 1))
-        start = RowStart(0, (0, 0, 0), (), GREEDY_WARM_UP)
-        chunks = RowWork(0, 0, 1, (0,), (trash,) * -(-3 // size), num_samples=0), RowWork(0, 1, 2, (0, 0))
-        self.run(StepPlan(-2, chunks[:1], 0, starts=(start,), ends=(0,)))
-        self.run(StepPlan(-1, chunks[1:], 0))
+        later = min(LATER_CHUNK if self._context.device.type == "cuda" else 2, length - 1)
+        start = RowStart(0, (0,) * (1 + later), (), GREEDY_WARM_UP)
+        short = RowWork(0, 0, 1, (0,), (trash,) * -(-(1 + later) // size), num_samples=0)
+        self.run(StepPlan(-2, (short,), 0, starts=(start,), ends=(0,)))
+        self.run(StepPlan(-1, (RowWork(0, 1, later, (0,) * later),), 0))
         self.run(StepPlan(0, (), 0, ends=(0,)))
         with torch.inference_mode():
             for graphs in (self._decodes, self._prompts):
