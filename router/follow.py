@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from headrace import metrics
 from headrace.clock import Clock
-from headrace.errors import Unavailable
+from headrace.errors import ConfigError, Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, EventBatch, Keys, decode_batch, decode_meta, parse_stored
 from router.decisions.index import Followed, Index, Loading, Outdated, Overfull, Resync
 from router.sessions import Sessions
@@ -77,11 +77,12 @@ class Follow:
         self._positions: dict[str, bytes] = {}
         self._behind: dict[str, tuple[int, int]] = {}
         self._read_again: set[str] = set()  # since the last scan
+        self._found = False
         sessions.seek(self._fixed)
         sessions.listen(self._heard_of)
 
     async def run(self) -> None:
-        """Follows until cancelled."""
+        """Until cancelled. ConfigError when Redis is not what it must be, from the start; all else is waited out."""
         while True:
             scanned_at = self._clock.now()
             try:
@@ -91,7 +92,9 @@ class Follow:
                     await asyncio.sleep(0)
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
-            except (Unavailable, RedisError) as error:
+            except (Unavailable, RedisError, ConfigError) as error:
+                if isinstance(error, ConfigError) and not self._found:
+                    raise  # from the start it is not what it must be
                 _AWAY.set(1)
                 log.warning("the index is not followed just now: %s", error)
                 await asyncio.sleep(self._scan_seconds / 2)
@@ -100,6 +103,7 @@ class Follow:
         """Who holds a lease, and how far each snapshot is; reads again whoever the mirror is behind of."""
         self._read_again.clear()
         names = await self._store.call(self._lease_names)
+        self._found = True
         workers = {self._keys.worker_of_lease(name): name for name in names}
         replies = await self._store.call(lambda redis: self._ask_all(redis, workers))
         leased = {worker: _lease(worker, fields) for worker, (fields, _) in replies.items()}

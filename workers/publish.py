@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError, ResponseError
@@ -46,6 +47,7 @@ from headrace.values import WorkerInfo
 log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.02
+REWRITE_BLOCKS = 4096  # one write holds up neither Redis nor this loop, and fits any budget
 YIELD_RENEWALS = 6
 BATCH_FIELD = b"batch"
 
@@ -137,6 +139,7 @@ class Publisher:
         self._worker = info().worker_id
         keys = Keys(cluster)
         self._lease, self._blocks, self._events = (of(self._worker) for of in (keys.lease, keys.blocks, keys.events))
+        self._unread = f"{self._blocks}:{info().generation}"
         self._log = Log(info().generation)
         self._dirty = asyncio.Event()
         self._renew_now = asyncio.Event()
@@ -288,18 +291,35 @@ class Publisher:
         self._note(pipe, batch)
 
     async def _rewrite(self) -> None:
-        """The whole set, under a number that followers cannot take for the next one; whatever the keys held is gone."""
+        """The whole set, under a number that followers cannot take for the next one; whatever the keys held is gone. A
+        large one is put down in slices under a name that nobody reads, and takes its place at once."""
         blocks = self._cached.snapshot()
         self._cached.drain_events()
         batch = self._log.restart(blocks)
-        fields = snapshot_fields(batch.generation, batch.sequence, ((block, Tier.DEVICE) for block in blocks))
+        slices = [blocks[first : first + REWRITE_BLOCKS] for first in range(0, len(blocks), REWRITE_BLOCKS)]
+        for number, part in enumerate(slices[1:]):
+            await self._store.call(partial(self._put_down, part, anew=not number))
+        first = snapshot_fields(
+            batch.generation, batch.sequence, ((block, Tier.DEVICE) for part in slices[:1] for block in part)
+        )
 
         def fill(pipe: Any) -> None:
             pipe.delete(self._blocks, self._events)
-            pipe.hset(self._blocks, mapping=fields)
+            if slices[1:]:
+                pipe.rename(self._unread, self._blocks)
+                pipe.persist(self._blocks)
+            pipe.hset(self._blocks, mapping=first)
             self._note(pipe, batch)
 
         await self._write(fill)
+
+    async def _put_down(self, blocks: Sequence[BlockId], redis: Any, *, anew: bool) -> None:
+        async with redis.pipeline(transaction=True) as pipe:
+            if anew:
+                pipe.delete(self._unread)
+            pipe.hset(self._unread, mapping=dict.fromkeys(blocks, bytes((Tier.DEVICE,))))
+            pipe.pexpire(self._unread, int(self._lease_seconds * 1000))
+            await pipe.execute()
 
     def _note(self, pipe: Any, batch: EventBatch) -> None:
         pipe.xadd(self._events, {BATCH_FIELD: encode_batch(batch)}, maxlen=self._log.num_kept, approximate=True)

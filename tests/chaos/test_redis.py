@@ -1,4 +1,5 @@
-"""Redis restarted empty, frozen, flushed: serving goes on, and leases and index come back without any restart."""
+"""Redis slow, frozen, killed, flushed, failed over, refusing: serving goes on, and leases and index come back by
+themselves."""
 
 import asyncio
 import os
@@ -31,18 +32,37 @@ async def in_step(stage: Stage) -> bool:
     return True
 
 
+async def not_waited_for(stage: Stage) -> bool:
+    """Neither by the router nor by a worker."""
+    found = [await stage.router_samples(), *[await stage.worker_samples(name) for name in stage.workers]]
+    return all(samples[metrics.REDIS_BREAKER, ""] == 1.0 for samples in found)
+
+
 async def serve(stage: Stage, name: str) -> None:
     done = await asyncio.wait_for(asyncio.gather(*(stage.ask(f"{name}{number}", 60) for number in range(6))), 20)
     assert all(answer.choices[0].finish_reason == "length" for answer in done)
 
 
-@pytest.mark.parametrize("how", ["restarted empty", "frozen", "flushed", "read-only", "out of memory"])
+@pytest.mark.parametrize("how", ["slow", "frozen", "killed", "flushed", "failed over", "read-only", "out of memory"])
 async def test_redis_comes_back_and_so_do_leases_and_index(stage: Stage, how: str) -> None:
     await serve(stage, "before")
     await until(lambda: in_step(stage))
     match how:
-        case "restarted empty":
+        case "slow":
+            stage.proxy.delay_seconds = 0.3
+            try:
+                await until(lambda: not_waited_for(stage))
+                await serve(stage, how)
+            finally:
+                stage.proxy.delay_seconds = 0.0
+        case "killed":
+            os.kill(stage.valkey_pid, signal.SIGKILL)
+            await serve(stage, how)
             await asyncio.to_thread(stage.restart_valkey)
+        case "failed over":
+            replica = await asyncio.to_thread(stage.copy_valkey)
+            await serve(stage, "what the replica lacks")
+            await asyncio.to_thread(stage.fail_over, replica)
             await serve(stage, how)
         case "frozen":
             os.kill(stage.valkey_pid, signal.SIGSTOP)

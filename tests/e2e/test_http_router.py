@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from headrace.client import AsyncClient
 from headrace.config import RouterConfig
-from headrace.errors import Unavailable
+from headrace.errors import ModelNotFound, Unavailable
 from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
 from router.__main__ import _http_config
 from router.text.vocabulary import Text
@@ -229,6 +229,25 @@ async def test_case_59_a_silent_worker_makes_the_router_unready_but_not_dead(
         ready = await client.get("/ready")
         assert (ready.status_code, ready.text) == (503, "no worker that decodes is connected (0 connected in all)\n")
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_case_57_a_thousand_unknown_models_leave_the_metrics_as_many_as_they_were(router: RunningRouter) -> None:
+    async def num_series() -> int:
+        lines = (await http.get("/metrics")).text.splitlines()
+        return sum(not line.startswith("#") for line in lines)
+
+    async def ask(name: str) -> None:
+        answer = await http.post("/v1/completions", json={"model": name, "prompt": "hi"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        with pytest.raises(ModelNotFound):
+            await anext(ours.generate("hi", model=name))
+
+    async with httpx.AsyncClient(base_url=router.http, trust_env=False) as http, AsyncClient(router.grpc) as ours:
+        await ask("the first")
+        before = await num_series()
+        for number in range(500):
+            await ask(f"unknown-{number}")
+        assert await num_series() == before
 
 
 async def test_case_60_sigterm_lets_live_streams_end_and_refuses_new_ones(

