@@ -28,6 +28,7 @@ class Overlay:
         self._max_blocks = max_blocks
         self._num_blocks = 0
         self._by_worker: dict[str, dict[_Entry, None]] = {}
+        self._num_blocks_of: dict[str, int] = {}  # by worker
         self._by_request: dict[str, list[_Entry]] = {}
         self._expected: dict[str, dict[int, int]] = {}
         self._roots: dict[int, dict[str, int]] = {}
@@ -52,9 +53,8 @@ class Overlay:
         halves = halves[: min(capacity, self._max_blocks)]
         if not halves:
             return
-        entries = self._by_worker.setdefault(worker, {})
-        while entries and sum(len(entry.halves) for entry in entries) + len(halves) > capacity:
-            self._end(next(iter(entries)))
+        while self._num_blocks_of.get(worker, 0) + len(halves) > capacity:
+            self._end(next(iter(self._by_worker[worker])))
         while self._num_blocks + len(halves) > self._max_blocks:
             self._end(next(iter(self._by_request.values()))[0])
         entry = _Entry(request_id, worker, halves, expires)
@@ -66,6 +66,7 @@ class Overlay:
         for half in halves:
             counts[half] = counts.get(half, 0) + 1
         self._num_blocks += len(halves)
+        self._num_blocks_of[worker] = self._num_blocks_of.get(worker, 0) + len(halves)
         self._schedule(entry)
 
     def settle(self, request_id: str, expires: float) -> None:
@@ -117,11 +118,13 @@ class Overlay:
             if not roots:
                 del self._roots[entry.halves[0]]
         self._num_blocks -= len(entry.halves)
+        self._num_blocks_of[entry.worker] -= len(entry.halves)
+        entry.halves = ()  # its place in the heap outlives it
         entries, of_request = self._by_worker[entry.worker], self._by_request[entry.request_id]
         del entries[entry]
         of_request.remove(entry)
         if not entries:
-            del self._by_worker[entry.worker], self._expected[entry.worker]
+            del self._by_worker[entry.worker], self._expected[entry.worker], self._num_blocks_of[entry.worker]
         if not of_request:
             del self._by_request[entry.request_id]
 
