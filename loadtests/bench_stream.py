@@ -90,7 +90,9 @@ async def process(*arguments: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def router(folder: pathlib.Path, digest: str, coalesce_seconds: float) -> AsyncIterator[dict[str, str]]:
+async def router(
+    folder: pathlib.Path, digest: str, coalesce_seconds: float, worker_options: Sequence[str] = ()
+) -> AsyncIterator[dict[str, str]]:
     """A router and its null worker; gives the addresses of its edges."""
     config = {
         "model": str(folder),
@@ -101,7 +103,7 @@ async def router(folder: pathlib.Path, digest: str, coalesce_seconds: float) -> 
     file = folder / f"coalesce-{coalesce_seconds}.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     first_token = str(len(pre_tokenizers.ByteLevel.alphabet()))
-    null_worker = ("-m", "tests.null_worker", "--tokenizer", digest, "--first-token", first_token)
+    null_worker = ("-m", "tests.null_worker", "--tokenizer", digest, "--first-token", first_token, *worker_options)
     async with process(*null_worker) as worker, process("-m", "router", str(file), "--worker", worker) as line:
         addresses = dict(word.split("=") for word in line.split()[2:])
         await until_served(addresses["grpc"])

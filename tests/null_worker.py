@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -85,6 +86,9 @@ def worker_info(
     return replace(info, probe=probe(hasher))
 
 
+Outbox = asyncio.Queue[worker_pb2.WorkerMessage]
+
+
 @dataclass
 class _Running:
     key: RequestKey
@@ -92,6 +96,7 @@ class _Running:
     num_samples: int
     num_prompt_tokens: int
     max_tokens: int
+    outbox: Outbox
     num_generated: int = 0
 
 
@@ -99,7 +104,13 @@ class NullWorker:
     """Serves while its `async with` block lasts, on a port given by the OS. Owns all that a router told it."""
 
     def __init__(
-        self, info: WorkerInfo | None = None, *, auto: bool = False, step_seconds: float = 0.0, first_token: int = 100
+        self,
+        info: WorkerInfo | None = None,
+        *,
+        auto: bool = False,
+        step_seconds: float = 0.0,
+        first_token: int = 100,
+        first_at_once: bool = False,
     ) -> None:
         self.info = info or worker_info()
         self.submits: asyncio.Queue[Request] = asyncio.Queue()
@@ -112,7 +123,8 @@ class NullWorker:
         self._auto = auto
         self._step_seconds = step_seconds
         self._first_token = first_token
-        self._outboxes: list[asyncio.Queue[worker_pb2.WorkerMessage]] = []
+        self._first_at_once = first_at_once
+        self._outboxes: list[Outbox] = []
         self._running: dict[str, _Running] = {}
         self._has_work = asyncio.Event()
         self._stepper: asyncio.Task[None] | None = None
@@ -148,7 +160,7 @@ class NullWorker:
     async def Session(
         self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue(maxsize=4 if self._auto else 0)
+        outbox: Outbox = asyncio.Queue(maxsize=4 if self._auto else 0)
         reader = asyncio.create_task(self._listen(messages, outbox))
         self._outboxes.append(outbox)
         try:
@@ -158,18 +170,21 @@ class NullWorker:
                     yield message
         finally:
             self._outboxes.remove(outbox)
+            self._running = {name: running for name, running in self._running.items() if running.outbox is not outbox}
             reader.cancel()
+            while not outbox.empty():  # nobody waits to put more into it
+                outbox.get_nowait()
 
-    async def _listen(
-        self, messages: AsyncIterator[worker_pb2.RouterMessage], outbox: "asyncio.Queue[worker_pb2.WorkerMessage]"
-    ) -> None:
+    async def _listen(self, messages: AsyncIterator[worker_pb2.RouterMessage], outbox: Outbox) -> None:
         async for message in messages:
             match message.WhichOneof("kind"):
                 case "hello":
                     self.routers.append(message.hello.router_id)
                     await outbox.put(worker_pb2.WorkerMessage(hello=wire.worker_to_pb(self.info)))
+                case "submit" if self._auto:
+                    await self._run(wire.request_from_pb(message.submit), message.submit.first_sample, outbox)
                 case "submit":
-                    self._take(wire.request_from_pb(message.submit), message.submit.first_sample)
+                    self.submits.put_nowait(wire.request_from_pb(message.submit))
                 case "cancel":
                     self._running.pop(message.cancel.key.request_id, None)
                     self.cancels.put_nowait(wire.key_from_pb(message.cancel.key))
@@ -184,13 +199,16 @@ class NullWorker:
                         self.pings.put_nowait(None)
                         await outbox.put(worker_pb2.WorkerMessage(pong=worker_pb2.Pong()))
 
-    def _take(self, request: Request, first_sample: int) -> None:
-        if not self._auto:
-            self.submits.put_nowait(request)
-            return
-        running = _Running(request.key, first_sample, request.n, request.num_prompt_tokens, request.sampling.max_tokens)
-        self._running[request.key.request_id] = running
-        self._has_work.set()
+    async def _run(self, request: Request, first_sample: int, outbox: Outbox) -> None:
+        max_tokens = request.sampling.max_tokens
+        running = _Running(request.key, first_sample, request.n, request.num_prompt_tokens, max_tokens, outbox)
+        if self._first_at_once:
+            step = worker_pb2.StepOutputs()
+            self._next(running, step)
+            await outbox.put(worker_pb2.WorkerMessage(outputs=step))
+        if running.num_generated < max_tokens:
+            self._running[request.key.request_id] = running
+            self._has_work.set()
 
     # What the worker says
 
@@ -239,37 +257,44 @@ class NullWorker:
             if not self._running:
                 self._has_work.clear()
                 continue
-            message = worker_pb2.WorkerMessage(outputs=self._step())
-            for outbox in self._outboxes:
-                await outbox.put(message)
+            for outbox in tuple(self._outboxes):
+                step = self._step(outbox)
+                if step.outputs or step.samples:
+                    await outbox.put(worker_pb2.WorkerMessage(outputs=step))
             await asyncio.sleep(self._step_seconds)
 
-    def _step(self) -> worker_pb2.StepOutputs:
+    def _step(self, outbox: Outbox) -> worker_pb2.StepOutputs:
+        """Of the requests of one router."""
         step = worker_pb2.StepOutputs()
         for request_id, running in list(self._running.items()):
-            running.num_generated += 1
-            count = running.num_generated
-            token_id, last = self._first_token + count % 1000, count == running.max_tokens
-            for index in range(running.num_samples):
-                if count > 1 and not last and running.first_sample:
-                    step.samples.append(running.first_sample + index)
-                    step.token_ids.append(token_id)
-                    step.num_generated.append(count)
-                    continue
-                output = step.outputs.add(
-                    key=wire.key_to_pb(running.key),
-                    index=index,
-                    token_ids=[token_id],
-                    num_generated=count,
-                    finish="length" if last else "",
-                )
-                if count == 1 and index == 0:
-                    output.usage.prompt_tokens = running.num_prompt_tokens
-                if last and index == running.num_samples - 1:
-                    output.timeline.SetInParent()
-            if last:
-                del self._running[request_id]
+            if running.outbox is outbox:
+                self._next(running, step)
+                if running.num_generated == running.max_tokens:
+                    del self._running[request_id]
         return step
+
+    def _next(self, running: _Running, step: worker_pb2.StepOutputs) -> None:
+        """The next token of each sample."""
+        running.num_generated += 1
+        count = running.num_generated
+        token_id, last = self._first_token + count % 1000, count == running.max_tokens
+        for index in range(running.num_samples):
+            if count > 1 and not last and running.first_sample:
+                step.samples.append(running.first_sample + index)
+                step.token_ids.append(token_id)
+                step.num_generated.append(count)
+                continue
+            output = step.outputs.add(
+                key=wire.key_to_pb(running.key),
+                index=index,
+                token_ids=[token_id],
+                num_generated=count,
+                finish="length" if last else "",
+            )
+            if count == 1 and index == 0:
+                output.usage.prompt_tokens = running.num_prompt_tokens
+            if last and index == running.num_samples - 1:
+                output.timeline.SetInParent()
 
 
 async def _main() -> None:
@@ -278,12 +303,29 @@ async def _main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--first-token", type=int, default=100, help="its id; those of later ones count on from it")
     parser.add_argument("--tokenizer", default="t1", help="the tokenizer's digest, as a router expects it")
-    arguments = parser.parse_args()
-    info = worker_info(max_num_seqs=arguments.max_num_seqs, tokenizer=arguments.tokenizer)
-    async with NullWorker(
-        info, auto=True, step_seconds=arguments.step_seconds, first_token=arguments.first_token
-    ) as worker:
-        print(worker.address, flush=True)
+    parser.add_argument("--num-blocks", type=int, default=4096)
+    parser.add_argument("--ids", default="null", help="a worker for each of these ids, with commas between them")
+    parser.add_argument("--first-at-once", action="store_true", help="the first token does not wait for a step")
+    options = parser.parse_args()
+    async with AsyncExitStack() as ends:
+        workers = [
+            await ends.enter_async_context(
+                NullWorker(
+                    worker_info(
+                        worker_id,
+                        max_num_seqs=options.max_num_seqs,
+                        num_blocks=options.num_blocks,
+                        tokenizer=options.tokenizer,
+                    ),
+                    auto=True,
+                    step_seconds=options.step_seconds,
+                    first_token=options.first_token,
+                    first_at_once=options.first_at_once,
+                )
+            )
+            for worker_id in options.ids.split(",")
+        ]
+        print(*(worker.address for worker in workers), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
