@@ -269,7 +269,7 @@ class Stage:
 
     def copy_valkey(self) -> ValkeyServer:
         """Another server with all that is in Redis now, and nothing of what is written from now on."""
-        replica = ValkeyServer()
+        replica = ValkeyServer(port=free_port())
         replica.start()
         self.valkey.client().config_set("repl-diskless-sync-delay", 0)
         redis = replica.client()
