@@ -30,6 +30,7 @@ T = TypeVar("T")
 SCAN_SECONDS = 1.0
 READ_COUNT = 256
 SLICE_BLOCKS = 4096
+BATCHES_AT_ONCE = 16  # then the streams have their turn: after a pause of Redis there are many
 TIER_ROOM = 16  # how many times the device's blocks a worker may hold, over all tiers
 FROM_THE_START = b"0-0"
 
@@ -136,6 +137,7 @@ class Follow:
         workers = {self._keys.events(worker).encode(): worker for worker in self._positions}
         for stream, batches in entries or ():
             await self._follow(workers[stream], batches)
+            await asyncio.sleep(0)
 
     async def _leave_foreign(self) -> bool:
         """No more follows workers whose events are of another type, which hides those of all the others; whether there was
@@ -149,7 +151,9 @@ class Follow:
         return bool(foreign)
 
     async def _follow(self, worker: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-        for position, fields in entries:
+        for number, (position, fields) in enumerate(entries, 1):
+            if not number % BATCHES_AT_ONCE:
+                await asyncio.sleep(0)
             self._positions[worker] = position
             try:
                 (raw,) = fields.values()

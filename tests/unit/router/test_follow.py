@@ -1,5 +1,6 @@
 """The mirror against a real Valkey: bootstrap, follow, and each way of falling out of step and back."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -258,3 +259,28 @@ async def test_a_large_set_is_read_in_slices_while_it_changes(
         await worker.store([7])
         await on.follow.read(1)
         assert on.held("a", 40) == {n for n in range(40) if block(n) in worker.held}
+
+
+async def test_many_events_at_once_leave_the_streams_their_turn(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store([0])
+        await on.follow.scan()
+        for number in range(1, 200):
+            await worker.store([number])
+        turns = 0
+        on.index.applied.clear()
+
+        async def others() -> None:
+            nonlocal turns
+            await on.index.applied.wait()
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        streams = asyncio.create_task(others())
+        await on.follow.read(1)
+        streams.cancel()
+        assert on.index.num_blocks("a") == 200
+        assert turns >= 10
