@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from headrace import config, store
 from headrace.blocks import BlockHasher
+from headrace.clock import SystemClock
 from headrace.keys import Keys
 from headrace.values import FinishReason, Load, Role, Usage
 from router.core import Core, running_core
@@ -43,8 +44,22 @@ async def test_without_redis_the_named_workers_serve() -> None:
         assert pieces[-1].usage == Usage(10, 5, 0)
 
 
+class Shifted:
+    """A host's clock that is minutes off."""
+
+    def __init__(self, minutes: int) -> None:
+        self._seconds = 60 * minutes
+        self._clock = SystemClock()
+
+    def now(self) -> float:
+        return self._clock.now() + self._seconds
+
+
 @pytest.mark.redis
-async def test_case_39_a_new_router_finds_the_workers_and_knows_their_caches(redis_url: str) -> None:
+@pytest.mark.parametrize("minutes", [0, -5, 5])
+async def test_case_39_64_a_new_router_finds_the_workers_and_knows_their_caches_whatever_its_clock(
+    redis_url: str, minutes: int
+) -> None:
     prefills = [NullWorker(worker_info(name, Role.PREFILL, block_size=16)) for name in ("p1", "p2")]
     decode = NullWorker(worker_info("d", Role.DECODE, block_size=16))
     redis = Redis.from_url(redis_url)
@@ -65,6 +80,7 @@ async def test_case_39_a_new_router_finds_the_workers_and_knows_their_caches(red
             open_text=open_text,
             store=following,
             randomness=random.Random(2),
+            clock=Shifted(minutes),
         ) as core:
             await until_live(core, "p1", "p2", "d")
             await until(core, lambda: core.index.num_blocks("p2") == 20, lambda: decode.report(Load()))
