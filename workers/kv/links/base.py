@@ -7,7 +7,7 @@ only if the source's epoch word of every block is unchanged after the read.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.values import ParallelLayout
 from workers.kv.layout import Piece
@@ -28,8 +28,7 @@ class PeerRanks:
         return (self.worker_id, self.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPull:
+class BlockPull(NamedTuple):
     """Read block `source` as it was at `epoch` into block `target`. Numbers are indices in the two pools.
 
     `target_epoch`, where given, is set in our pool before `target` is written: who still reads the block as what it was

@@ -1,6 +1,7 @@
 """Copies pieces of blocks from mapped memory into a pool on a GPU, on a stream of its own, beside what the pool's worker
 computes: one launch of few thread blocks, whatever the number of blocks and runs."""
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,6 +11,8 @@ from kernels.pull_blocks import MappedWords, PullShape, pull_blocks
 from kernels.tuning import PullTile, tuning_of
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.pool import KvPool
+
+LEAST_ROOM, ROOM_STEP = 512, 64  # blocks
 
 
 class BlockCopy:
@@ -26,25 +29,33 @@ class BlockCopy:
         self._stream = torch.cuda.Stream(device, priority=highest)
         # Waited for by spinning: a sleeping thread wakes a tenth of a millisecond late, and a pull takes about one.
         self._done = torch.cuda.Event()
-        self._pinned = torch.empty(0, dtype=torch.int32)
-        self._numbers = torch.empty(0, dtype=torch.int32, device=device)
+        self._make_room(LEAST_ROOM)
 
     def run(self, address: int, slab: SlabLayout, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
         """Blocks the calling thread until it is done. `address` and `slab` are those of the pool that is read."""
         count = len(sources)
+        if count > self._room:
+            self._make_room(2 * count)
+        self._staged[:count] = array("i", sources)
+        self._staged[self._room : self._room + count] = array("i", targets)
+        shape = _shape(slab, self._pool.slab, piece)
         with torch.cuda.stream(self._stream):
-            if self._numbers.numel() < 2 * count:
-                self._pinned = torch.empty(4 * count, dtype=torch.int32).pin_memory()
-                self._numbers = torch.empty(4 * count, dtype=torch.int32, device=self._pool.tensor.device)
-            self._pinned[: 2 * count] = torch.tensor([*sources, *targets], dtype=torch.int32)
             self._numbers.copy_(self._pinned, non_blocking=True)
-            numbers = self._numbers[:count], self._numbers[count : 2 * count]
-            shape = _shape(slab, self._pool.slab, piece)
+            numbers = self._sources[:count], self._targets[:count]
             try:
                 pull_blocks(MappedWords(address), self._target, *numbers, shape, self._tile)
             finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
                 self._done.record(self._stream)
                 self._done.synchronize()
+
+    def _make_room(self, count: int) -> None:
+        """For the numbers of `count` blocks, sources and targets: both begin aligned, whatever is pulled, since a kernel is
+        compiled anew for pointers of another alignment."""
+        self._room = -(-count // ROOM_STEP) * ROOM_STEP
+        self._pinned = torch.zeros(2 * self._room, dtype=torch.int32).pin_memory()
+        self._staged = self._pinned.numpy().data
+        self._numbers = torch.empty(2 * self._room, dtype=torch.int32, device=self._pool.tensor.device)
+        self._sources, self._targets = self._numbers.split(self._room)
 
 
 @lru_cache(maxsize=256)

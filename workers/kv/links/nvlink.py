@@ -155,16 +155,24 @@ class NvlinkTransport:
         log.info("mapped %d MiB of a peer in %.1f ms", memory.num_bytes >> 20, (time.perf_counter() - began) * 1e3)
 
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+        """What is done beside the kernel is done for all blocks at once: a third of the time of a short pull is here."""
         assert self.mapped is not None
-        source, sources = self.mapped, [block.source for block in blocks]
+        source = self.mapped
+        sources, epochs, targets, _ = zip(*blocks, strict=True)
         check_read(source.slab, source.num_blocks, piece, sources)
-        check_epochs(blocks, [source.epochs[block] for block in sources])
-        self._copying.run(source.blocks.address, source.slab, sources, [block.target for block in blocks], piece)
+        self._check_epochs(blocks, sources, epochs)
+        self._copying.run(source.blocks.address, source.slab, sources, targets, piece)
         if self._hook is not None:
             for index in range(len(blocks)):
                 abandonable(partial(self._hook, index), self._closing)
-        check_epochs(blocks, [source.epochs[block] for block in sources])
+        self._check_epochs(blocks, sources, epochs)
         return len(blocks) * piece.num_bytes(self._pool.slab)
+
+    def _check_epochs(self, blocks: Sequence[BlockPull], sources: tuple[int, ...], epochs: tuple[int, ...]) -> None:
+        assert self.mapped is not None
+        found = tuple(map(self.mapped.epochs.__getitem__, sources))
+        if found != epochs:
+            check_epochs(blocks, found)
 
     def release(self) -> None:
         if self.mapped is not None:

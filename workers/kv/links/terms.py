@@ -44,7 +44,7 @@ def check_read(slab: SlabLayout, num_blocks: int, piece: Piece, blocks: Sequence
         and 0 <= piece.source_layer < piece.source_layer + piece.num_layers <= slab.num_layers
     ):
         raise ValueError(f"a piece must lie within {slab.num_kv_heads} heads and {slab.num_layers} layers, got {piece}")
-    if not all(0 <= block < num_blocks for block in blocks):
+    if not 0 <= min(blocks, default=0) <= max(blocks, default=0) < num_blocks:
         raise ValueError(f"blocks must be from 0 to {num_blocks - 1}, each with its epoch")
 
 
