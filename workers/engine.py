@@ -157,13 +157,13 @@ class Engine:
         events = self.scheduler.apply(result, now)
         self.num_steps += 1
         self._busy_since = now
-        work = StepWork.of(plan)
-        self._fit.add(work, result.seconds)
-        listener.on_step(work, result.seconds)
-        for chunk in events.chunks:
+        for chunk in events.chunks:  # first what others wait for
             listener.on_chunk(chunk)
         if events.outputs:
             listener.on_outputs(events.outputs)
+        work = StepWork.of(plan)
+        self._fit.add(work, result.seconds)
+        listener.on_step(work, result.seconds)
         self._tell_waiters()
 
     async def _idle(self) -> None:

@@ -181,7 +181,8 @@ class RankExecutor:
 
     def _tell(self, command: Command) -> None:
         assert self._rank0 is not None
-        self._outbox.put(command)
+        if self._channels:
+            self._outbox.put(command)
         self._rank0.tell(command)
 
     def _ask(self, command: Callable[[int], Digest | Pull], conclude: Callable[[list[Any]], T]) -> "Future[T]":
