@@ -74,6 +74,9 @@ bench-handoff:  ## pulls over the real links between two CUDA devices, alone and
 	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_handoff --source-device 1 \
 		--out docs/benchmarks/handoff-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
+bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL (GATE=1 fails on a miss)
+	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json $(if $(GATE),--gate)
+
 bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host's own Python
 	$(GPU_PYTHON) -m loadtests.bench_gpu
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import pathlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -36,15 +36,20 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def a_worker_process(
-    model: pathlib.Path, folder: pathlib.Path, worker_id: str, *options: str, generation: int = 1
+    model: pathlib.Path,
+    folder: pathlib.Path,
+    worker_id: str,
+    *options: str,
+    generation: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[WorkerProcess]:
     log = folder / f"{worker_id}.log"
     command = (sys.executable, "-m", "workers", "--model", str(model), "--worker-id", worker_id)
     command += ("--generation", str(generation))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            *command, *options, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment
+            *command, *options, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=own
         )
     try:
         assert process.stdout is not None
