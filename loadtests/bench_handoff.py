@@ -245,6 +245,7 @@ def main() -> int:
 def measure(report: Report, sources: list[Source], num_sources: int) -> None:
     pool = random_pool(DECODE_BLOCKS + 1280)
     server = schemes.serve(pool, "127.0.0.1", 10.0)
+    schemes.try_out(pool, server.endpoint, 10.0)
     pulls = Pulls(pool, num_sources)
     theirs, replacement = (source.endpoint() for source in sources)
 

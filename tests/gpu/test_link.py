@@ -79,7 +79,7 @@ def test_a_pull_is_there_for_what_is_launched_after_it_and_waits_for_no_step() -
     own.close()
 
 
-def test_nothing_is_compiled_once_a_pool_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_once_a_pools_links_were_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever number of blocks is pulled: a compiler at work would hold the first such hand-off up."""
     from triton import knobs
 
@@ -87,6 +87,7 @@ def test_nothing_is_compiled_once_a_pool_is_served(monkeypatch: pytest.MonkeyPat
     pool, target = filled_pool(1, CUDA), filled_pool(2, CUDA)
     server = schemes.serve(pool, "127.0.0.1", 10.0)
     own = schemes.serve(target, "127.0.0.1", 10.0)
+    schemes.try_out(target, own.endpoint, 10.0)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **_: compiled.append(1))
     link = schemes.connect(own.endpoint, server.endpoint, target, 10.0)
     for count in (1, 2, 4, 7, 16, BIG_BLOCKS):

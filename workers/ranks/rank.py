@@ -260,6 +260,7 @@ class Rank:
         held = shard(runner.shape, self._spec.layout, self._rank)
         seconds = self._spec.handoff.transfer_seconds
         server = schemes.serve(runner.pool, self._host, seconds)
+        schemes.try_out(runner.pool, server.endpoint, seconds)
         links = PeerLinks(runner.pool, server.endpoint, self._rank, self._spec.layout, runner.shape, seconds)
         self._open = (server, links)
         awaiting = self._run(f"rank{self._rank}-results", self._await)

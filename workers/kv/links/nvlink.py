@@ -178,10 +178,3 @@ class NvlinkTransport:
         if self.mapped is not None:
             mapped, self.mapped = self.mapped, None
             mapped.blocks.close()
-
-
-def warm_up(pool: KvPool) -> None:
-    """Compiles the kernel, by a copy of the trash block onto itself: the first pull finds it there."""
-    exportable = _exportable(pool)
-    whole = Piece(0, 0, 0, 0, pool.slab.num_kv_heads, 0, 0, pool.slab.num_layers)
-    BlockCopy(pool).run(exportable.blocks.address, pool.slab, [pool.trash_block], [pool.trash_block], whole)

@@ -1,9 +1,14 @@
 """Which KvLink reads from an endpoint, and which server a pool gets; the only place that knows them all. What is not used
 is not imported: a host without a GPU has neither CUDA nor Triton."""
 
+import torch
+
+from headrace.errors import HeadraceError, TransferFailed
+from workers.kv.layout import Piece
 from workers.kv.links import gloo
-from workers.kv.links.base import KvLink, KvServer
+from workers.kv.links.base import BlockPull, KvLink, KvServer
 from workers.kv.links.choice import NVLINK, choose
+from workers.kv.links.endpoint import schemes_of
 from workers.kv.pool import KvPool
 
 
@@ -13,14 +18,36 @@ def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
         return gloo.serve(pool, host, seconds)
     from workers.kv.links import nvlink
 
-    nvlink.warm_up(pool)
     return nvlink.serve(pool, host, seconds)
+
+
+def try_out(pool: KvPool, endpoint: str, seconds: float) -> None:
+    """Moves a block of `pool` into its trash block over each link that `endpoint`, where it is served, offers to peers, as
+    one of them would; before anyone holds a block. The first pull of a peer then finds everything made. TransferFailed
+    names the link that fails, and why."""
+    slab = pool.slab
+    whole = Piece(0, 0, 0, 0, slab.num_kv_heads, 0, 0, slab.num_layers)
+    block = [BlockPull(0, int(pool.epochs[0]), pool.trash_block)]
+    for scheme in schemes_of(endpoint):
+        link = _link(scheme, endpoint, pool, seconds)
+        try:
+            link.pull(block, whole)
+        except HeadraceError as error:
+            raise TransferFailed(f"{scheme}: a block of our own did not come over it: {error.message}") from error
+        finally:
+            link.close()
+        if not torch.equal(pool.tensor[0], pool.tensor[pool.trash_block]):
+            raise TransferFailed(f"{scheme}: a block of our own came over it as something else")
 
 
 def connect(ours: str, theirs: str, pool: KvPool, seconds: float) -> KvLink:
     """A link from the peer rank at `theirs` into `pool`, which is served at `ours`. Returns at once; its first pull forms
     it. IncompatiblePeer where none joins the two."""
-    if choose(ours, theirs).scheme == NVLINK:
+    return _link(choose(ours, theirs).scheme, theirs, pool, seconds)
+
+
+def _link(scheme: str, theirs: str, pool: KvPool, seconds: float) -> KvLink:
+    if scheme == NVLINK:
         from workers.kv.links import nvlink
 
         return nvlink.link(theirs, pool, seconds)
