@@ -47,6 +47,7 @@ FIXED_MS = 3.0
 # who computes a prompt: decode alone, prefill alone (and answers), or prefill for decode
 Where = Literal["decode", "prefill", "pair"]
 PATHS: tuple[Where, ...] = ("prefill", "decode", "pair")
+PHASES = ("answers", "lone", "hand_over_beside_batch", "streams")
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,12 @@ class Bench:
     def hand_overs(self, notes: dict[str, pathlib.Path]) -> None:
         prefill, decode = (json.loads(notes[name].read_text(encoding="utf-8")) for name in ("p", "d"))
         found = hand_overs(prefill, decode)
-        busy = [each for name, each in found.items() if name.startswith("busy-")]
+        if busy := [each for name, each in found.items() if name.startswith("busy-")]:
+            self._beside_batch(busy, decode)
+        if idle := [each for name, each in found.items() if name.startswith("lone2k-")][2:]:
+            self._idle(idle)
+
+    def _beside_batch(self, busy: Sequence[HandOver], decode: dict[str, Any]) -> None:
         for name, each in (("p50", 0.5), ("p99", 0.99)):
             samples = [hand_over.runnable * 1e3 for hand_over in busy]
             must, aim = {"p50": (3.0, 1.5), "p99": (8.0, 4.0)}[name]
@@ -284,14 +290,14 @@ class Bench:
         self.report.add(
             Row("handover_steps_p99", quantile(steps, 0.99), "steps", "lower", 2.0, 1.0, samples=steps, note=note)
         )
-        for label, *_ in self.scale.lone:
-            idle = [each for name, each in found.items() if name.startswith(f"lone{label}-")][2:]
-            samples = [each.runnable * 1e3 for each in idle]
-            parts = ", ".join(
-                f"{part} {quantile([getattr(each, part) * 1e3 for each in idle], 0.5):.2f}" for part in HandOver.PARTS
-            )
-            row = Row(f"handover_idle_{label}_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=parts)
-            self.report.add(row)
+
+    def _idle(self, idle: Sequence[HandOver]) -> None:
+        samples = [each.runnable * 1e3 for each in idle]
+        parts = ", ".join(
+            f"{part} {quantile([getattr(each, part) * 1e3 for each in idle], 0.5):.2f}" for part in HandOver.PARTS
+        )
+        row = Row("handover_idle_2k_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=parts)
+        self.report.add(row)
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
@@ -308,7 +314,7 @@ def make_model(shape: dict[str, Any]) -> pathlib.Path:
     return folder
 
 
-async def measure(report: Report, scale: Scale, devices: Sequence[str | None]) -> None:
+async def measure(report: Report, scale: Scale, devices: Sequence[str | None], phases: Sequence[str]) -> None:
     model = make_model(scale.shape)
     began = monotonic()
     async with AsyncExitStack() as stack:
@@ -322,10 +328,8 @@ async def measure(report: Report, scale: Scale, devices: Sequence[str | None]) -
         (prefill, _), (decode, _) = started
         session, source = [await stack.enter_async_context(open_session(each, "bench")) for each in (decode, prefill)]
         bench = Bench(scale, report, session, source, PrefillTarget("p", 1, prefill))
-        await bench.answers()
-        await bench.lone()
-        await bench.hand_over_beside_batch()
-        await bench.streams()
+        for phase in phases:
+            await getattr(bench, phase)()
     bench.hand_overs({name: notes for name, (_, notes) in zip("pd", started, strict=True)})
 
 
@@ -335,6 +339,8 @@ def main() -> int:
         "--devices", default="1,0", help="prefill's GPU and decode's, as CUDA_VISIBLE_DEVICES names them"
     )
     parser.add_argument("--chunk", type=int, default=2048, help="the most tokens of a step, on both sides")
+    parser.add_argument("--blocks", type=int, default=FULL.engine["num_blocks"], help="fewer where both use one GPU")
+    parser.add_argument("--phases", nargs="*", choices=PHASES, help="default: all")
     parser.add_argument("--try", dest="tiny", action="store_true", help="a tiny model on the CPU")
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -347,8 +353,9 @@ def main() -> int:
         devices = arguments.devices.split(",")
         hardware = f"{len(set(devices))} × {card.name}, {card.total_memory / 2**30:.0f} GiB"
         report, scale = Report("pair", ("torch", "triton"), hardware=hardware), FULL
-        scale = replace(scale, engine={**scale.engine, "max_step_tokens": arguments.chunk})
-    uvloop.run(measure(report, scale, devices))
+        sizes = {"max_step_tokens": arguments.chunk, "num_blocks": arguments.blocks}
+        scale = replace(scale, engine={**scale.engine, **sizes})
+    uvloop.run(measure(report, scale, devices, arguments.phases or PHASES))
     return report.close(arguments)
 
 

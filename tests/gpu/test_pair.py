@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.timeout(300)]
 BLOCK, CHUNK, NUM_BLOCKS = 16, 64, 96
 SIZES = ("--block-size", str(BLOCK), "--max-step-tokens", str(CHUNK), "--num-blocks", str(NUM_BLOCKS))
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, 3 * CHUNK + 5)
+SECONDS = 120  # three workers start, one after the other two
 MARGIN = 0.1  # of log-probability: below, bfloat16's rounding may decide which token is best
 
 
@@ -91,4 +92,8 @@ async def survive(folder: pathlib.Path, device: str, kind: str, devices: tuple[s
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_one_worker_computed_and_another_pulled_continues_as_on_one_alone(tmp_path: pathlib.Path) -> None:
     last = str(torch.cuda.device_count() - 1)
-    asyncio.run(survive(tmp_path, "cuda", "nvlink", (last, "0")))
+    try:
+        asyncio.run(asyncio.wait_for(survive(tmp_path, "cuda", "nvlink", (last, "0")), SECONDS))
+    except TimeoutError:
+        logs = "".join(f"\n{log.name}: …{log.read_text()[-1500:]}" for log in sorted(tmp_path.glob("*.log")))
+        raise AssertionError(f"not over after {SECONDS} s{logs}") from None
