@@ -29,19 +29,23 @@ class Ear:
         self.late: list[RequestKey] = []
         self.unpinned: list[RequestKey] = []
         self.chunks: list[ChunkDone] = []
+        self.order: list[str] = []
         self.heard = asyncio.Event()
 
     def on_step(self, work: StepWork, seconds: float) -> None:
+        self.order.append("step")
         self.kinds.append(work.kind)
         self.heard.set()
 
     def on_outputs(self, outputs: list[SequenceOutput]) -> None:
+        self.order.append("outputs")
         for output in outputs:
             self.tokens.setdefault(output.key.request_id, []).extend(output.token_ids)
             if output.finish is not None:
                 self.finished.add(output.key.request_id)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
+        self.order.append("chunk")
         self.chunks.append(chunk)
 
     def on_deadline(self, key: RequestKey) -> None:
@@ -245,6 +249,19 @@ async def test_a_pin_that_nobody_renews_ends(clock: ManualClock) -> None:
         engine.expire(ear)
         assert ear.unpinned == [RequestKey("t")]
         assert engine.scheduler.counts().pinned == 0
+
+
+async def test_what_others_wait_for_is_said_before_the_steps_books_are_kept(clock: ManualClock) -> None:
+    engine = an_engine(MemoryExecutor(32), clock, overlap=False)
+    async with running(engine) as ear:
+        engine.scheduler.ticket(a_request("p", length=5), 0, clock.now(), "d")
+        engine.changed()
+        await ear.heard.wait()
+        assert ear.order == ["chunk", "step"]
+        engine.scheduler.submit(a_request("r", length=5, max_tokens=1), clock.now())
+        engine.changed()
+        await ear.until(1)
+        assert ear.order[2:] == ["outputs", "step"]
 
 
 async def test_the_fit_learns_from_steps_of_one_kind_after_warm_up(clock: ManualClock) -> None:
