@@ -22,7 +22,6 @@ lint: setup  ## ruff, mypy, import-linter, generated code
 	$(PY)/ruff format --check .
 	$(PY)/ruff check .
 	$(PY)/python tools/generate_protocol.py --check
-	$(PY)/python tools/generate_chart.py --check
 	$(PY)/lint-imports
 	$(PY)/mypy
 

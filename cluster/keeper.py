@@ -8,7 +8,7 @@ controller: with it gone, the cluster serves on.
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -31,22 +31,42 @@ from headrace.store import StoreUnavailable, connect
 
 BUDGET_SECONDS = 2.0
 LOOK_SECONDS = 5.0
+PATIENCE_SECONDS = 180.0
+AGAIN_SECONDS = 2.0
 
 
-async def keep(config: ClusterConfig, host: str, port: int, connected: Callable[[], None] = lambda: None) -> None:
+async def keep(
+    config: ClusterConfig,
+    host: str,
+    port: int,
+    *,
+    connected: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda reason: None,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> None:
     """Never returns. ConfigError when the configuration names no Redis or no Ray cluster, or the port is taken;
-    Unavailable when Redis or Ray does not answer, at the start or later. `connected` is called when Ray is there."""
+    Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
+    `patience_seconds` in which `say` gets the reason; later, at once. `connected` is called when Ray is there."""
     url, address = config.redis.url, config.ray.address
     if url is None or address is None:
         key = "redis.url" if url is None else "ray.address"
         raise ConfigError(f"{key} must be given: a controller that runs alone starts neither Redis nor Ray", key=key)
     async with control_state(config.name, url) as state, serving(Answers(state), host, port):
+
+        async def desire() -> None:
+            try:
+                await state.write_desired(configured(config, trusted=True))
+            except StoreUnavailable as error:
+                raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
+
+        async def join() -> None:
+            await in_thread(ray_session.stop)
+            await in_thread(ray_session.connect, address, config.name)
+
+        deadline = asyncio.get_running_loop().time() + patience_seconds
+        await _patiently(desire, deadline, say)
         try:
-            await state.write_desired(configured(config, trusted=True))
-        except StoreUnavailable as error:
-            raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
-        await in_thread(ray_session.connect, address, config.name)
-        try:
+            await _patiently(join, deadline, say)
             connected()
             await in_thread(ray_session.replace_controller, config, url)
             while True:
@@ -54,6 +74,18 @@ async def keep(config: ClusterConfig, host: str, port: int, connected: Callable[
                 await in_thread(ray_session.check_controller, config.name)
         finally:
             await in_thread(ray_session.stop)
+
+
+async def _patiently(attempt: Callable[[], Awaitable[None]], deadline: float, say: Callable[[str], None]) -> None:
+    """Until it succeeds. Unavailable is said, and goes up once `deadline` (of the event loop's clock) is over."""
+    while True:
+        try:
+            return await attempt()
+        except Unavailable as error:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            say(error.message)
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 class Answers:

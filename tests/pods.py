@@ -89,8 +89,11 @@ class Pods:
             shutil.rmtree(path, ignore_errors=True)
 
     def why(self) -> str:
-        """The last words of each, for a test that failed."""
-        return "\n".join(f"-- {pod.name}\n{pod.log.read_text(encoding='utf-8')[-1500:]}" for pod in self._pods)
+        """The last words of each, and of Ray's own way in, for a test that failed."""
+        logs = [pod.log for pod in self._pods]
+        for folder in self._short_folders:
+            logs += pathlib.Path(folder).glob("session_2*/logs/ray_client_server*.err")
+        return "\n".join(f"-- {log.stem}\n{log.read_text(encoding='utf-8')[-1500:]}" for log in logs)
 
 
 @contextlib.asynccontextmanager

@@ -61,9 +61,13 @@ async def _keep(config: ClusterConfig, session: Session, host: str, port: int) -
     with folder.owned():
         folder.write(session)
         try:
-            await keeper.keep(config, host, port, connected=signals.install)
+            await keeper.keep(config, host, port, connected=signals.install, say=_say_waiting)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise
         finally:
             folder.clear()
+
+
+def _say_waiting(reason: str) -> None:
+    click.echo(f"headrace: waits: {' '.join(reason.split())}", err=True)

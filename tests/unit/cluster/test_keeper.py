@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from cluster import keeper
 from cluster.keeper import Answers, keep, serving
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from headrace import metrics
@@ -75,7 +76,7 @@ async def test_without_redis_it_answers_with_an_error_and_forgets_nothing() -> N
 async def test_it_starts_neither_redis_nor_ray(redis: str | None, ray: str | None, key: str) -> None:
     config = ClusterConfig(model="m", pools=POOLS, redis=RedisConfig(url=redis), ray=RayConfig(address=ray))
     with pytest.raises(ConfigError, match=f"{key}.* must be given"):
-        await keep(config, HOST, 0)
+        await keep(config, HOST, 0, patience_seconds=0.0)
 
 
 async def test_a_redis_that_is_not_there_and_a_port_that_is_taken_end_it_before_anything_is_changed() -> None:
@@ -83,6 +84,19 @@ async def test_a_redis_that_is_not_there_and_a_port_that_is_taken_end_it_before_
         model="m", pools=POOLS, redis=RedisConfig(url="redis://127.0.0.1:1/0"), ray=RayConfig(address="ray://h:1")
     )
     with pytest.raises(Unavailable, match=r"redis\.url: nothing serves there"):
-        await keep(config, HOST, 0)
+        await keep(config, HOST, 0, patience_seconds=0.0)
     with socket.create_server((HOST, 0)) as taken, pytest.raises(ConfigError, match="--http-port: cannot listen"):
         await keep(config, HOST, taken.getsockname()[1])
+
+
+async def test_what_comes_up_beside_it_is_waited_for_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "AGAIN_SECONDS", 0.0)
+    answers = [Unavailable("not yet"), Unavailable("nor now"), None]
+    said: list[str] = []
+
+    async def attempt() -> None:
+        if (error := answers.pop(0)) is not None:
+            raise error
+
+    await keeper._patiently(attempt, float("inf"), said.append)
+    assert (said, answers) == (["not yet", "nor now"], [])
