@@ -27,6 +27,7 @@ BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass
 PRIORITY_SECONDS = 1.0  # a step of priority is worth as many tokens as all workers compute in this time
 MIN_DEPARTURES = 8  # that say how fast the queue moves
 GUESSED_TOKEN_SECONDS = CostModel().prefill_token_seconds
+LEAST_TOKEN_SECONDS = 1e-7  # a fit may say that all the time of a step is in its base
 
 Reason = Literal[
     "no_workers",
@@ -334,7 +335,8 @@ class Admission:
                     token_seconds += its
                     backlog += worker.queue_seconds if worker.queue_seconds < limit else limit
         if num_measured:
-            room.num_prefill, room.token_seconds = num_prefill, token_seconds / num_measured
+            room.num_prefill = num_prefill
+            room.token_seconds = max(token_seconds / num_measured, LEAST_TOKEN_SECONDS)
             if num_measured == num_prefill:
                 room.seconds = limit - backlog / num_measured
         for promise in self._promised.values():

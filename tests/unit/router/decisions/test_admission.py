@@ -268,6 +268,15 @@ def test_prompts_wait_here_while_the_workers_have_enough_to_prefill() -> None:
     assert admission.admit(view(0, 0), 0.0) == ["c"]
 
 
+def test_a_fit_by_which_tokens_cost_nothing_orders_as_any_other() -> None:
+    """Where steps are short the fit finds all of their time in the base."""
+    full = view(4 + WORKER_BACKLOG, cost=CostModel(prefill_token_seconds=0.0))
+    admission = bounded(9)
+    for name, tokens in (("long", 1000), ("short", 10)):
+        assert isinstance(offer(admission, name, full, num_prompt_tokens=tokens, targets=Targets(2.0)), Queued)
+    assert admission.admit(view(0), 0.0) == ["short", "long"]
+
+
 def test_what_decode_prefills_by_itself_does_not_wait_for_prefill_workers() -> None:
     admission = Admission(Rules(99, prefill_backlog_seconds=1.0, local_prefill_max_tokens=64))
     busy = view(1, waiting_tokens=20_000)
