@@ -231,6 +231,18 @@ async def test_case_59_a_silent_worker_makes_the_router_unready_but_not_dead(
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_case_10_twenty_prompts_beyond_the_context_cost_the_next_one_nothing(
+    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+) -> None:
+    for _ in range(20):
+        with pytest.raises(openai.BadRequestError, match="context of 4096 tokens"):
+            await sdk.completions.create(model="tiny", prompt=[5] * 4097)
+    assert worker.submits.empty()
+    creating = asyncio.ensure_future(sdk.completions.create(model="tiny", prompt="hi", max_tokens=40))
+    say(worker, (await soon(worker.submits.get())).key, words.encode(ANSWER))
+    assert (await soon(creating)).choices[0].text == ANSWER
+
+
 async def test_case_57_a_thousand_unknown_models_leave_the_metrics_as_many_as_they_were(router: RunningRouter) -> None:
     async def num_series() -> int:
         lines = (await http.get("/metrics")).text.splitlines()
