@@ -89,8 +89,7 @@ class Follow:
             try:
                 await self.scan()
                 _AWAY.set(0)
-                for _ in self._index.sweep():
-                    await asyncio.sleep(0)
+                await self._sweep()
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
             except (Unavailable, RedisError, ConfigError) as error:
@@ -98,7 +97,12 @@ class Follow:
                     raise  # from the start it is not what it must be
                 _AWAY.set(1)
                 log.warning("the index is not followed just now: %s", error)
+                await self._sweep()  # what was read in vain
                 await asyncio.sleep(self._scan_seconds / 2)
+
+    async def _sweep(self) -> None:
+        for _ in self._index.sweep():
+            await asyncio.sleep(0)
 
     async def scan(self) -> None:
         """Who holds a lease, and how far each snapshot is; reads again whoever the mirror is behind of."""

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -14,6 +16,8 @@ from headrace import metrics
 from headrace import store as stores
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, encode_batch, encode_meta
+from router import follow
+from router.decisions.index import Index
 from tests.null_worker import NullWorker, worker_info
 from tests.redis_proxy import a_redis_proxy
 from tests.unit.router.following import KEYS, scene
@@ -236,3 +240,40 @@ async def test_case_64_a_redis_whose_clock_is_minutes_off_after_a_failover_is_fo
         await worker.store([7])
         await on.follow.read(1)
         assert on.held("a") == {0, 1, 2, 5, 6, 7}
+
+
+class Flapping:
+    """A store that is gone whenever the second slice of a set is read, `times` times. `before`: the size of the map when
+    each reading began."""
+
+    def __init__(self, store: stores.Store, index: Index, times: int) -> None:
+        self._store = store
+        self._index = index
+        self._times = times
+        self._num_slices = 0
+        self.before: list[int] = []
+
+    async def call(self, operation: Callable[[Any], Awaitable[Any]], *, wait_seconds: float = 0.0) -> Any:
+        if getattr(operation, "func", None) is follow._scan_blocks and len(self.before) < self._times:
+            self._num_slices += 1
+            if self._num_slices % 2:
+                self.before.append(self._index.num_keys)
+            else:
+                raise Unavailable("gone again")
+        return await self._store.call(operation, wait_seconds=wait_seconds)
+
+
+async def test_a_set_that_is_read_in_vain_again_and_again_takes_no_more_memory_each_time(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        worker = on.publisher("a")
+        await worker.lease()
+        await worker.store(range(10_000))
+        flapping = Flapping(on.follow._store, on.index, times=5)  # type: ignore[arg-type]
+        on.follow._store = flapping
+        following = asyncio.create_task(on.follow.run())
+        async with asyncio.timeout(20):
+            while on.index.num_blocks("a") < 10_000:
+                on.index.applied.clear()
+                await on.index.applied.wait()
+        following.cancel()
+        assert flapping.before == [0] * 5
