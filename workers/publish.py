@@ -188,9 +188,9 @@ class Publisher:
                 # A burst of steps makes one batch.
                 await asyncio.sleep(BATCH_SECONDS)
             else:
-                # What was drained may or may not have been written: the whole set is, next time.
+                # What was drained may or may not have been written: the whole set is, next time, which the lease's next
+                # renewal asks for.
                 await asyncio.sleep(self._lease_seconds / 3)
-                self._dirty.set()
 
     async def _tried(self, what: str, write: Callable[[], Awaitable[None]]) -> bool:
         """Whether it succeeded. Trouble is logged when it begins and when it ends, not at every try."""

