@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--capacity", type=float, help="requests a second, if known")
+    parser.add_argument("--capacity-from", type=float, help="requests a second where the search for it begins")
     parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
@@ -49,8 +50,8 @@ def main() -> None:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     per_second = arguments.capacity
     if per_second is None:
-        first = generators.window(rows, arguments.requests, seeds[0])
-        per_second = sweep.capacity(fleet, first, slo, generators.rate(first))
+        stretches = [generators.window(rows, arguments.requests, seed) for seed in seeds]
+        per_second = sweep.capacity(fleet, stretches, slo, arguments.capacity_from or generators.rate(stretches[0]))
     print(f"capacity {per_second:.2f} requests a second", flush=True)
 
     def result(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Policies over rates: capacity first, then each policy at fractions of it, each seed the same traffic for all.
 
-Capacity of a trace is least load's highest rate at which 90 % of its requests meet the SLO. It is found once, on the first
-seed's traffic, to within CAPACITY_STEP.
+Capacity of a trace is least load's highest rate at which 90 % of its requests meet the SLO, over the traffic of all seeds:
+one stretch of a trace may be half as heavy as another. It is found once, to within CAPACITY_STEP.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,15 @@ CAPACITY_STEP = 0.03
 Traffic = Callable[[int], list[TraceRow]]
 
 
-def capacity(fleet: Fleet, rows: list[TraceRow], slo: Slo, start_per_second: float) -> float:
+def capacity(fleet: Fleet, stretches: Sequence[list[TraceRow]], slo: Slo, start_per_second: float) -> float:
     """Requests a second, by doubling and then halving the interval. ConfigError when no rate is low enough."""
 
     def holds(per_second: float) -> bool:
-        traffic = generators.scaled(rows, per_second / generators.rate(rows))
-        return compare.run(fleet, "least-load", traffic, slo=slo)[0].attainment >= ATTAINMENT
+        met = 0.0
+        for rows in stretches:
+            traffic = generators.scaled(rows, per_second / generators.rate(rows))
+            met += compare.run(fleet, "least-load", traffic, slo=slo)[0].attainment
+        return met >= ATTAINMENT * len(stretches)
 
     low, high = start_per_second, start_per_second
     if holds(low):

@@ -13,7 +13,7 @@ from workers.scheduling.work import StepFit, StepKind, StepWork
 from workers.virtual.time import VirtualTime
 
 TOKEN, EOS = 7, 2
-LEARNING_STEPS = 256
+LEARNING_STEPS = 128
 TEACH_EVERY = 8
 
 
