@@ -76,8 +76,9 @@ bench-handoff:  ## pulls over the real links between two CUDA devices, alone and
 bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL (GATE=1 fails on a miss)
 	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
-bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape, with the host's own Python
-	$(GPU_PYTHON) -m loadtests.bench_gpu
+bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another engine's rows; GATE=1 fails on a miss)
+	$(GPU_PYTHON) -m loadtests.bench_gpu --out docs/benchmarks/engine-$(or $(CARD),h200).json \
+		$(if $(PEER),--peer $(PEER)) $(if $(GATE),--gate)
 
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)

@@ -151,7 +151,7 @@ class Runner:
         prompt = RowWork(0, 0, length, (0,) * length, (trash,) * (length // size + 1))
         self.run(StepPlan(-4, (prompt,), 0, starts=(start,)))
         self.run(StepPlan(-3, (RowWork(0, length, 1, None),), 1))
-        later = min(LATER_CHUNK if self._context.device.type == "cuda" else 2, length - 1)
+        later = max(1, min(LATER_CHUNK if self._context.device.type == "cuda" else 2, length - 1))
         start = RowStart(0, (0,) * (1 + later), (), GREEDY_WARM_UP)
         short = RowWork(0, 0, 1, (0,), (trash,) * -(-(1 + later) // size), num_samples=0)
         self.run(StepPlan(-2, (short,), 0, starts=(start,), ends=(0,)))
