@@ -18,6 +18,7 @@ from cluster.simulation.fleet import Fleet
 from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Slo
 from headrace import traces
+from router.decisions.tenants import Targets
 
 FRACTIONS = "0.2,0.4,0.6,0.8,1.0,1.2"
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--capacity", type=float, help="requests a second, if known")
     parser.add_argument("--capacity-from", type=float, help="requests a second where the search for it begins")
+    parser.add_argument("--targets", action="store_true", help="the router knows the SLO: it is every request's class")
     parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path)
@@ -46,6 +48,9 @@ def main() -> None:
     fleet = Fleet(card, prefill=arguments.prefill, decode=arguments.decode, block_size=arguments.block_size)
     rows, num_removed = traces.within(traces.read(arguments.trace), fleet.max_context_tokens)
     slo = Slo()
+    if arguments.targets:
+        targets = Targets(slo.ttft_seconds, slo.tpot_seconds)
+        fleet = replace(fleet, router=replace(fleet.router, targets=targets))
     started = time.process_time()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     per_second = arguments.capacity

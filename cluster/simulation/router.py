@@ -30,6 +30,7 @@ from router.decisions.retry import (
     after_rejection,
     with_last_resort,
 )
+from router.decisions.tenants import NO_TARGETS, Targets
 from router.decisions.view import HashClass, View, Views
 from workers.virtual.engine import Prompt
 from workers.virtual.time import VirtualTime
@@ -41,13 +42,15 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    """As in headrace.config. `message_seconds`: how long a message takes to a worker."""
+    """As in headrace.config. `message_seconds`: how long a message takes to a worker; `targets`: what the class of all
+    requests is owed."""
 
     max_queue: int = 1024
     prefill_backlog_seconds: float = 2.0
     request_seconds: float = 600.0
     local_prefill_max_tokens: int = 64
     message_seconds: float = 0.0
+    targets: Targets = NO_TARGETS
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +154,13 @@ class VirtualRouter:
         """A client asks. How long the answer will be nobody knows but the model."""
         name = f"r{number}"
         served = Served(number, len(prompt), output_tokens, self._time.now)
-        entrant = Entrant(name, len(prompt), _max_tokens(output_tokens), seconds_left=self._limits.request_seconds)
+        entrant = Entrant(
+            name,
+            len(prompt),
+            _max_tokens(output_tokens),
+            targets=self._limits.targets,
+            seconds_left=self._limits.request_seconds,
+        )
         self._flights[name] = _Flight(served, prompt, RequestKey(name), entrant)
         flight = self._flights[name]
         match self._admission.offer(
@@ -218,6 +227,7 @@ class VirtualRouter:
     def _place(self, flight: _Flight, decode: str | None) -> Placed | None:
         view, now, prompt = self._views.view(), self._time.now, flight.prompt
         flight.prediction = self._predict(flight, view, now)
+        targets, waited = flight.entrant.targets, now - flight.served.arrived_at
         ask = Ask(
             num_prompt_tokens=len(prompt),
             max_tokens=_max_tokens(flight.served.output_tokens),
@@ -226,6 +236,8 @@ class VirtualRouter:
             decode=decode,
             excluded=flight.excluded,
             tie=self._random.random(),
+            ttft_seconds=targets.ttft_seconds - waited if targets.ttft_seconds is not None else None,
+            tpot_seconds=targets.tpot_seconds,
         )
         placement = self._policy.place(ask, view, now, prompt.chain or ())
         if self._keep_why:
