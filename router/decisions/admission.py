@@ -297,11 +297,12 @@ class Admission:
         target = entrant.targets.ttft_seconds
         if target is not None:
             waiting.latest = now + target - num_tokens * room.token_seconds
-        place = queue.place(waiting, PRIORITY_SECONDS * per_second)
+        most = self._rules.max_bypass_seconds * per_second
+        place = queue.place(waiting, now, PRIORITY_SECONDS * per_second, most)
         if target is not None:
             left = (waiting.latest - now) * per_second - queue.tokens_ahead(entrant.tenant, place)
             waiting.patience = left if left > 0 else waiting.patience
-        waiting.patience = min(waiting.patience, self._rules.max_bypass_seconds * per_second)
+        waiting.patience = min(waiting.patience, most)
         return waiting, place
 
     def _needs_no_prefill_worker(self, entrant: Entrant, room: _Room, num_tokens: int) -> bool:

@@ -7,7 +7,8 @@ their prompts' lengths.
 
 Within a tenant a newcomer goes to the end, and from there passes, one after another, those who are longer or have more time
 than it, as long as each of them can bear it: everybody lets at most `patience` tokens pass in all, and some more for each
-step by which those have a higher priority. So none starves: what is served before a request is what stood before it when
+step by which those have a higher priority. One that is too late for its target lets those pass that are not, as far as
+anybody waits for others. So none starves: what is served before a request is what stood before it when
 it came, and then no more than its patience, whether all others are shorter, longer, or more urgent.
 """
 
@@ -50,11 +51,12 @@ class FairQueue:
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def place(self, waiting: Waiting, step_tokens: float) -> int:
-        """How many of its tenant a newcomer would have before it. A step of priority is worth `step_tokens`."""
+    def place(self, waiting: Waiting, now: float, step_tokens: float, late_patience: float = 0.0) -> int:
+        """How many of its tenant a newcomer would have before it. A step of priority is worth `step_tokens`; who is too
+        late for its target lets at least `late_patience` tokens pass of those who are not."""
         line = self._lines.get(waiting.tenant, [])
         place = len(line)
-        while place and _lets_pass(line[place - 1], waiting, step_tokens):
+        while place and _lets_pass(line[place - 1], waiting, now, step_tokens, late_patience):
             place -= 1
         return place
 
@@ -124,8 +126,11 @@ class FairQueue:
         return min((self._served[tenant] for tenant in self._lines), default=0.0)
 
 
-def _lets_pass(waiting: Waiting, new: Waiting, step_tokens: float) -> bool:
-    steps = new.priority - waiting.priority
-    if steps < 0 or waiting.passed + new.num_tokens > waiting.patience + steps * step_tokens:
+def _lets_pass(waiting: Waiting, new: Waiting, now: float, step_tokens: float, late_patience: float) -> bool:
+    steps, patience = new.priority - waiting.priority, waiting.patience
+    saves = waiting.latest < now <= new.latest < inf
+    if saves and patience < late_patience:
+        patience = late_patience
+    if steps < 0 or waiting.passed + new.num_tokens > patience + steps * step_tokens:
         return False
-    return steps > 0 or new.num_tokens < waiting.num_tokens or new.latest < waiting.latest
+    return steps > 0 or saves or new.num_tokens < waiting.num_tokens or new.latest < waiting.latest

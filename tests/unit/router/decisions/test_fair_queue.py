@@ -1,4 +1,5 @@
 from collections import Counter
+from math import inf
 from typing import Any
 
 from hypothesis import given
@@ -11,7 +12,7 @@ STEP = 1000.0
 
 def push(queue: FairQueue, name: str, tenant: str = "t", *, tokens: int = 1, **fields: Any) -> int:
     its = Waiting(name, tenant, 1, tokens, **fields)
-    place = queue.place(its, STEP)
+    place = queue.place(its, 0.0, STEP)
     queue.push(its, place)
     return place
 
@@ -44,6 +45,25 @@ def test_the_more_urgent_passes_though_it_is_longer() -> None:
     assert push(queue, "urgent", tokens=500, latest=1.0, patience=9) == 0
     assert push(queue, "next", tokens=500, latest=1.0, patience=9) == 1
     assert push(queue, "too much", tokens=500, latest=1.0) == 4
+
+
+def test_who_is_too_late_for_its_target_lets_those_pass_that_are_not_and_no_more_than_it_must() -> None:
+    queue = FairQueue()
+    push(queue, "late", tokens=10, latest=1.0)
+
+    def come(name: str, latest: float) -> int:
+        its = Waiting(name, "t", 1, 40, latest=latest)
+        place = queue.place(its, 5.0, STEP, late_patience=100.0)
+        queue.push(its, place)
+        return place
+
+    assert come("in time", 9.0) == 0
+    assert come("late too", 4.0) == 2
+    assert come("without a target", inf) == 3
+    queue.remove("late too")
+    queue.remove("without a target")
+    assert come("second", 9.0) == 1
+    assert come("third", 9.0) == 3, "100 tokens have nearly passed"
 
 
 def test_a_step_of_priority_is_worth_its_tokens_and_lower_ones_pass_nobody() -> None:
