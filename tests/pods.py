@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import httpx
 
-START_SECONDS = 90.0
+START_SECONDS = 120.0
 HOST = "127.0.0.1"
 RAY = str(pathlib.Path(sys.executable).with_name("ray"))
-RAY_OPTIONS = ("start", "--block", "--disable-usage-stats")
+RAY_OPTIONS = ("start", "--head", "--block", "--disable-usage-stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,6 @@ class Pod:
             writer.close()
             return True
         return False
-
-    async def says(self, words: str) -> bool:
-        """Whether it has written this."""
-        assert self.process.returncode is None, f"{self.name} ended with {self.process.returncode}"
-        return words in self.log.read_text(encoding="utf-8")
 
     def rss_bytes(self) -> int:
         pages = int(pathlib.Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1])
@@ -108,18 +103,14 @@ async def running_pods(folder: pathlib.Path, **env: str) -> AsyncIterator[Pods]:
         await pods.close()
 
 
-async def ray_pods(pods: Pods, head: Mapping[str, str], groups: Mapping[str, Mapping[str, str]]) -> tuple[str, Pod]:
-    """A Ray cluster as KubeRay makes one, from each node's rayStartParams: where its clients go, and its head."""
-    gcs, client = free_port(), free_port()
-    here = {"port": str(gcs), "ray-client-server-port": str(client), "include-dashboard": "false"}
-    own = {"temp-dir": pods.short_folder(), "dashboard-host": HOST}
-    first = await pods.start("head", [RAY, *RAY_OPTIONS, "--head", *_flags({**head, **here, **own})])
-    await until(lambda: first.listens(client))
-    for name, params in groups.items():
-        command = [RAY, *RAY_OPTIONS, *_flags({**params, "address": f"{HOST}:{gcs}"})]
-        node = await pods.start(f"node-{name}", command)
-        await until(lambda node=node: node.says("Ray runtime started"))  # type: ignore[misc]
-    return f"ray://{HOST}:{client}", first
+async def ray_head(pods: Pods, params: Mapping[str, str]) -> tuple[str, Pod]:
+    """The head of a Ray cluster as KubeRay starts it, from its rayStartParams: where clients go, and the process."""
+    client = free_port()
+    here = {"port": str(free_port()), "ray-client-server-port": str(client), "dashboard-host": HOST}
+    own = {"temp-dir": pods.short_folder(), "include-dashboard": "false"}
+    head = await pods.start("head", [RAY, *RAY_OPTIONS, *_flags({**params, **here, **own})])
+    await until(lambda: head.listens(client))
+    return f"ray://{HOST}:{client}", head
 
 
 def _flags(params: Mapping[str, str]) -> list[str]:
