@@ -33,9 +33,8 @@ class Turns:
             case Queued(pushed_out=pushed_out):
                 measures.admission(entrant.tenant, "queued")
                 if pushed_out is not None:
-                    name, shed = pushed_out
-                    measures.SHED.labels(shed.reason).inc()
-                    self.give_up(name, shed.error)
+                    self._count(pushed_out.tenant, pushed_out.shed)
+                    self.give_up(pushed_out.name, pushed_out.shed.error)
                 await self._wait(entrant.name)
             case Shed():
                 self._refuse(entrant.tenant, decision)
@@ -54,9 +53,12 @@ class Turns:
             self._admission.ended(entrant, 0, ran=False)
 
     def _refuse(self, tenant: str, shed: Shed) -> None:
+        self._count(tenant, shed)
+        raise shed.error
+
+    def _count(self, tenant: str, shed: Shed) -> None:
         measures.SHED.labels(shed.reason).inc()
         measures.admission(tenant, shed.reason)
-        raise shed.error
 
     async def _wait(self, name: str) -> None:
         turn = self._turns[name] = asyncio.get_running_loop().create_future()

@@ -115,7 +115,9 @@ class TenantConfig(_Section):
     where is said here. Of a quota null: no limit. The tenant `default` has the keys of `router.api_keys`, and is everybody
     where no keys are configured at all."""
 
-    key_files: tuple[str, ...] = Field(default=(), strict=False)
+    key_files: tuple[Annotated[str, Field(pattern="^/")], ...] = Field(
+        default=(), strict=False, description="from the root: routers may run anywhere"
+    )
     key_env: tuple[str, ...] = Field(default=(), strict=False, description="names of environment variables")
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)

@@ -75,12 +75,21 @@ class Shed:
 
 
 @dataclass(frozen=True, slots=True)
+class PushedOut:
+    """Who lost its place in the queue, and what it is told."""
+
+    name: str
+    tenant: str
+    shed: Shed
+
+
+@dataclass(frozen=True, slots=True)
 class Queued:
     """The request waits; `Admission.admit` will name it. `num_ahead` requests are served before it as things stand.
-    `pushed_out`: who lost its place to it, and what it is told."""
+    `pushed_out` lost its place to it."""
 
     num_ahead: int
-    pushed_out: tuple[str, Shed] | None = None
+    pushed_out: PushedOut | None = None
 
 
 Decision = Admitted | Queued | Shed
@@ -246,7 +255,7 @@ class Admission:
             return refused
         pushed_out = None
         if victim is not None:
-            pushed_out = (victim.name, self._full("pushed_out", now))
+            pushed_out = PushedOut(victim.name, victim.tenant, self._full("pushed_out", now))
             self._queue.remove(victim.name)
         self._queue.push(waiting, place)
         return Queued(num_ahead, pushed_out)

@@ -91,6 +91,12 @@ BAD = {
     ),
     "a tenant without weight": ("tenants: {a: {weight: 0}}", "tenants.a.weight", "0", "above 0 and at most 1000"),
     "a key where none may stand": ("tenants: {a: {keys: [x]}}", "tenants.a.keys", "keys", "key_env, key_files"),
+    "a file of keys that is sought from somewhere": (
+        "tenants: {a: {key_files: [keys]}}",
+        "tenants.a.key_files.0",
+        "'keys'",
+        "'^/'",
+    ),
     "a tenant's name": ("tenants: {Ä: {}}", "tenants.Ä", "'Ä'", "^[a-z0-9]"),
     "a fraction of nothing": (
         "admission: {unleased_fraction: 0}",

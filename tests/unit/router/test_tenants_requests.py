@@ -91,6 +91,7 @@ async def test_case_54_one_tenant_cannot_keep_the_others_out_of_a_full_queue() -
         with pytest.raises(Overloaded, match="another tenant's request") as caught:
             await tasks[-1]
         assert caught.value.retry_after_seconds is not None
+        assert metric(metrics.ADMISSIONS, tenant="greedy", outcome="pushed_out") == 1
         for request in requests:
             worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
         for _ in range(3):

@@ -329,9 +329,9 @@ def test_case_54_a_full_queue_is_not_one_tenants() -> None:
     decision = offer(admission, "m", FULL, tenant="modest")
     assert isinstance(decision, Queued)
     assert decision.pushed_out is not None
-    name, shed = decision.pushed_out
-    assert (name, shed.reason) == ("c", "pushed_out")
-    assert isinstance(shed.error, Overloaded)
+    victim = decision.pushed_out
+    assert (victim.name, victim.tenant, victim.shed.reason) == ("c", "greedy", "pushed_out")
+    assert isinstance(victim.shed.error, Overloaded)
     assert len(admission) == 3
     refused = offer(admission, "d", FULL, tenant="greedy")
     assert isinstance(refused, Shed)
