@@ -183,7 +183,7 @@ def asked(request: Any) -> Asked:
         **lists,
         logit_bias=dict(sampling.logit_bias) or None,
         ignore_eos=sampling.ignore_eos,
-        priority=request.priority,
+        priority=request.priority or None,  # 0 is also absent: what the tenant may have, when that is less
         cache_salt=request.cache_salt,
         service_class=request.service_class or None,
     )

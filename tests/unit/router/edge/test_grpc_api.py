@@ -388,3 +388,14 @@ async def test_a_request_is_its_keys_tenants_and_names_its_class_in_the_message_
             await stub.Generate(inference_pb2.GenerateRequest(model="tiny", text="hi"), metadata=metadata).read()
     assert {job.tenant for job in core.jobs} == {"acme"}
     assert [job.service_class for job in core.jobs] == ["batch", "chat", "chat", "chat"]
+
+
+async def test_a_tenant_below_the_usual_priority_need_not_name_its_own(core: Scripted) -> None:
+    """On the wire a priority of 0 and none are the same."""
+    tenancy = Tenancy({"default": Tenant(max_priority=-5)})
+    async with serving(core, tenancy=tenancy) as address, AsyncClient(address) as client:
+        assert [part async for part in client.generate("hi")]
+        assert [part async for part in client.chat(MESSAGES, priority=-7)]
+        with pytest.raises(InvalidRequest, match="from -100 to -5, got 1"):
+            assert [part async for part in client.generate("hi", priority=1)]
+    assert [job.priority for job in core.jobs] == [-5, -7]
