@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Protocol
 
 from headrace.clock import Clock
-from headrace.errors import DeadlineExceeded, HeadraceError, InternalError
+from headrace.errors import DeadlineExceeded, Draining, HeadraceError, InternalError
 from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
@@ -24,6 +24,9 @@ from router.flight import Explanation, Job, Piece
 
 NUM_NAMES = 512
 MAX_ENTRY_PART = 8  # an answer may take this part of the whole cache
+
+Line = tuple[bytes, int, str]
+"""Who may wait for the same computation: those of equal tokens that are as urgent, by priority and class."""
 
 
 class Computing(Protocol):
@@ -80,7 +83,7 @@ class SharedAnswers:
         self._group = group
         self._cache_bytes = cache_bytes
         self._cache_seconds = cache_seconds
-        self._runs: dict[bytes, _Run] = {}
+        self._runs: dict[Line, _Run] = {}
         self._kept: dict[bytes, _Kept] = {}
         self._kept_bytes = 0
         self._names: dict[str, str] = {}
@@ -112,47 +115,51 @@ class SharedAnswers:
                 for piece in kept.pieces:
                     yield piece
             return
-        run = self._runs.get(key) if tenant.coalesce else None
+        line = (key, job.priority, job.service_class)
+        run = self._runs.get(line) if tenant.coalesce else None
         if run is None:
-            run = self._begin(key, job, tenant)
-            async with aclosing(self._hear(key, run, job)) as pieces:
+            run = self._begin(line, job, tenant)
+            async with aclosing(self._hear(line, run, job)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
         with self._requests.sharing(job):
             measures.shared(tenant.name, "coalesced")
             self._name(job.request_id, run.request_id)
-            async with aclosing(self._hear(key, run, job)) as pieces:
+            async with aclosing(self._hear(line, run, job)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    def _begin(self, key: bytes, job: Job, tenant: Tenant) -> _Run:
+    def _begin(self, line: Line, job: Job, tenant: Tenant) -> _Run:
         run = _Run(job.request_id)
         if tenant.coalesce:
-            self._runs[key] = run
+            self._runs[line] = run
         # Its own client's deadline is not that of the others, so the computation has none but the configured one.
-        run.task = self._group.create_task(self._compute(key, run, replace(job, seconds_left=None), tenant))
+        run.task = self._group.create_task(self._compute(line, run, replace(job, seconds_left=None), tenant))
         return run
 
-    async def _compute(self, key: bytes, run: _Run, job: Job, tenant: Tenant) -> None:
+    async def _compute(self, line: Line, run: _Run, job: Job, tenant: Tenant) -> None:
         try:
             async with aclosing(self._requests.stream(job)) as pieces:
                 async for piece in pieces:
                     run.pieces.append(piece)
                     run.tell()
             if tenant.cache_results:
-                self._keep(key, run)
+                self._keep(line[0], run)
+        except asyncio.CancelledError:
+            run.error = Draining("this router ends what it computes")  # what came of it is no whole answer
+            raise
         except HeadraceError as error:
             run.error = error
         except Exception as error:
             run.error = InternalError(f"internal error: {type(error).__name__}")
             run.error.__cause__ = error
         finally:
-            self._forget(key, run)
+            self._forget(line, run)
             run.done = True
             run.tell()
 
-    async def _hear(self, key: bytes, run: _Run, job: Job) -> AsyncGenerator[Piece]:
+    async def _hear(self, line: Line, run: _Run, job: Job) -> AsyncGenerator[Piece]:
         """All that a computation has said and says, until it ends or the hearer's own time is over."""
         ends = self._clock.now() + job.seconds_left if job.seconds_left is not None else None
         num_heard = 0
@@ -170,7 +177,7 @@ class SharedAnswers:
         finally:
             run.num_listeners -= 1
             if not run.num_listeners and not run.done:
-                self._forget(key, run)
+                self._forget(line, run)
                 assert run.task is not None
                 run.task.cancel()
 
@@ -182,9 +189,9 @@ class SharedAnswers:
         except TimeoutError as error:
             raise DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds) from error
 
-    def _forget(self, key: bytes, run: _Run) -> None:
-        if self._runs.get(key) is run:
-            del self._runs[key]
+    def _forget(self, line: Line, run: _Run) -> None:
+        if self._runs.get(line) is run:
+            del self._runs[line]
 
     # -- answers that are kept
 

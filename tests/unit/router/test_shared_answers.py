@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from headrace import metrics
 from headrace.clock import ManualClock
-from headrace.errors import DeadlineExceeded, InternalError, QuotaExceeded
+from headrace.errors import DeadlineExceeded, Draining, InternalError, QuotaExceeded
 from headrace.values import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from router.decisions.quotas import Quotas
 from router.decisions.tenants import Tenancy, Tenant
@@ -99,6 +99,8 @@ async def test_equal_requests_in_flight_are_computed_once_and_all_hear_everythin
         {"max_tokens": 9},
         {"cache_salt": "s"},
         {"stop": ("z",)},
+        {"priority": 1},
+        {"service_class": "fast"},
         {"n": 2},
         {"repeatable": False},
         {"sampling": SamplingParams(max_tokens=8, temperature=1.0, seed=3)},
@@ -256,11 +258,21 @@ async def test_an_answer_from_others_tokens_costs_a_request_and_no_tokens() -> N
         assert caught.value.numbers["quota"] == "requests"
 
 
-async def test_closing_ends_what_is_under_way() -> None:
+async def test_case_45_what_is_ended_under_way_is_an_error_and_no_finished_answer() -> None:
     async with shared() as on:
         task = on.ask(asked("a"))
         request = await on.submitted()
+        on.worker.emit(request.key, [ord("x")], num_generated=1)
         on.answers.close()
         assert await asyncio.wait_for(on.worker.cancels.get(), 10) == request.key
-        task.cancel()
-        await asyncio.wait([task])
+        with pytest.raises(Draining):
+            await task
+
+
+async def test_an_answer_that_is_kept_is_given_whoever_is_in_a_hurry() -> None:
+    async with shared() as on:
+        first = on.ask(asked("a"))
+        on.finish(await on.submitted())
+        await first
+        assert text(await on.ask(asked("b", priority=3, service_class="fast"))) == "ab"
+        assert on.worker.submits.empty()
