@@ -97,10 +97,10 @@ Decision = Admitted | Queued | Shed
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`prefill_backlog_seconds`: how much prefill workers may have before them on average when one more prompt is let go;
-    those whose speed nobody has measured yet are not bound by it, nor are prompts of which at most
-    `local_prefill_max_tokens` must be computed, which is done where they decode. `max_bypass_seconds`: what a prompt lets
-    pass is computed within it."""
+    """`prefill_backlog_seconds`: how much prefill workers may have before them on average when one more prompt is let go,
+    and each WORKER_BACKLOG prompts in any case. Those whose speed nobody has measured yet are not bound by it, nor are
+    prompts of which at most `local_prefill_max_tokens` must be computed, which is done where they decode.
+    `max_bypass_seconds`: what a prompt lets pass is computed within it."""
 
     max_queue: int = 1024
     prefill_backlog_seconds: float = inf
@@ -343,7 +343,10 @@ class Admission:
                 if its != GUESSED_TOKEN_SECONDS:
                     num_measured += 1
                     token_seconds += its
-                    backlog += worker.queue_seconds if worker.queue_seconds < limit else limit
+                    # A few prompts are no queue, however long: others are computed beside them, or where they decode.
+                    num_waiting = worker.load.num_waiting
+                    most = limit if num_waiting >= WORKER_BACKLOG else limit * max(num_waiting, 0) / WORKER_BACKLOG
+                    backlog += min(worker.queue_seconds, most)
         if num_measured:
             room.num_prefill = num_prefill
             room.token_seconds = max(token_seconds / num_measured, LEAST_TOKEN_SECONDS)

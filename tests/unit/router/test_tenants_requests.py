@@ -10,7 +10,7 @@ from headrace.clock import ManualClock
 from headrace.costmodel import CostModel
 from headrace.errors import InvalidRequest, Overloaded, QuotaExceeded
 from headrace.values import Load, Usage
-from router.decisions.admission import Rules
+from router.decisions.admission import WORKER_BACKLOG, Rules
 from router.decisions.quotas import Quotas
 from router.decisions.tenants import Targets, Tenancy, Tenant
 from tests.null_worker import NullWorker, worker_info
@@ -136,12 +136,12 @@ async def test_how_a_class_is_served_is_counted_by_what_it_missed() -> None:
 async def test_prompts_wait_here_while_the_workers_have_enough_to_prefill() -> None:
     info = worker_info(cost=COST)
     async with NullWorker(info) as worker, stage(worker, rules=Rules(9, prefill_backlog_seconds=1.0)) as on:
-        worker.report(Load(num_waiting=1, waiting_prefill_tokens=20_000))
+        worker.report(Load(num_waiting=WORKER_BACKLOG, waiting_prefill_tokens=20_000))
         await on.until(lambda: on.requests.view().workers[0].queue_seconds > 1)
         task = asyncio.create_task(collect(on.requests.stream(job())))
         await asyncio.sleep(0)
         assert (on.requests.num_queued, worker.submits.empty()) == (1, True)
-        worker.report(Load(num_waiting=1, waiting_prefill_tokens=5_000))
+        worker.report(Load(num_waiting=WORKER_BACKLOG, waiting_prefill_tokens=5_000))
         request = await asyncio.wait_for(worker.submits.get(), 10)
         worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
         await task

@@ -18,6 +18,7 @@ from headrace.costmodel import CostModel
 from headrace.errors import ConfigError, TransferFailed
 from headrace.traces import TraceRow
 from headrace.values import Role, Ticket
+from router.decisions.admission import WORKER_BACKLOG
 from router.decisions.tenants import NO_TARGETS, Targets
 from workers.virtual.worker import VirtualWorker
 
@@ -165,8 +166,19 @@ def test_one_long_prompt_among_endless_short_ones_and_the_reverse_meet_their_bou
     before = [n for n in range(400) if n < 60 and (served[n].first_token_at or 0) > served[60].arrived_at]
     step_seconds = 0.25 + 128 * 0.001 + 1e-6 * 128 * 2000
     passed = 0 if odd < others else 10 * odd
-    stood = sum(others for _ in before) if odd > others else 2 * others + 1000
+    stood = sum(others for _ in before) if odd > others else (WORKER_BACKLOG + 1) * others
     assert waits[60] <= (stood + passed + odd) / 128 * step_seconds + 1.0
+
+
+def test_short_prompts_do_not_wait_for_a_giant_that_is_computed() -> None:
+    """Held back in the router they would wait for all of it; where they decode there is room."""
+    rows = [TraceRow(n, n * 2.0, 200, 2) for n in range(20)]
+    rows += [TraceRow(20, 60.0, 8000, 2), *(TraceRow(21 + n, 62.0 + n * 2.0, 200, 2) for n in range(10))]
+    one = fleet(card=replace(CARD, num_blocks=2000), prefill=1, decode=1, max_context_tokens=16_384)
+    _, tally = run(one, rows)
+    waits = {each.number: (each.first_token_at or 0.0) - each.arrived_at for each in tally.served}
+    assert waits[20] > 20.0
+    assert max(waits[number] for number in range(21, 31)) < 5.0
 
 
 def test_a_router_that_knows_the_targets_of_its_requests_meets_them_more_often() -> None:

@@ -35,13 +35,13 @@ def view(
     waiting_tokens: int = 0,
     cost: CostModel = COST,
 ) -> View:
-    """A worker for each number of sequences that it runs; `waiting_tokens` are before each of them."""
+    """A worker for each number of sequences that it runs; WORKER_BACKLOG prompts of `waiting_tokens` are before each."""
     return View(
         tuple(
             WorkerView(
                 worker_info(f"w{at}", role, max_num_seqs=max_num_seqs),
                 role,
-                Load(num_running=number, waiting_prefill_tokens=waiting_tokens),
+                Load(WORKER_BACKLOG if waiting_tokens else 0, number, waiting_tokens),
                 cost,
                 100,
                 draining,
@@ -257,7 +257,7 @@ def test_who_has_missed_its_target_already_waits_like_one_without() -> None:
 
 def test_prompts_wait_here_while_the_workers_have_enough_to_prefill() -> None:
     admission = Admission(Rules(99, prefill_backlog_seconds=1.0))
-    busy, free = view(1, 1, waiting_tokens=10_000), view(1, 1, waiting_tokens=9_000)
+    busy, free = (view(1, 1, waiting_tokens=number, max_num_seqs=64) for number in (10_000, 9_000))
     assert offer(admission, "a", busy, num_prompt_tokens=1500) == Queued(0)
     offer(admission, "b", busy, num_prompt_tokens=1500)
     offer(admission, "c", busy, num_prompt_tokens=1500)
@@ -279,7 +279,7 @@ def test_a_fit_by_which_tokens_cost_nothing_orders_as_any_other() -> None:
 
 def test_what_decode_prefills_by_itself_does_not_wait_for_prefill_workers() -> None:
     admission = Admission(Rules(99, prefill_backlog_seconds=1.0, local_prefill_max_tokens=64))
-    busy = view(1, waiting_tokens=20_000)
+    busy = view(1, waiting_tokens=20_000, max_num_seqs=64)
     assert offer(admission, "long", busy, num_prompt_tokens=1500) == Queued(0)
     asked = Entrant("cached", 5000)
     assert admission.offer(asked, busy, 0.0, lambda: 64) == Admitted()
@@ -289,7 +289,17 @@ def test_what_decode_prefills_by_itself_does_not_wait_for_prefill_workers() -> N
 
 def test_what_nobody_has_measured_bounds_nothing() -> None:
     admission = Admission(Rules(99, prefill_backlog_seconds=1.0))
-    assert offer(admission, "a", view(1, waiting_tokens=10**6, cost=CostModel())) == Admitted()
+    assert offer(admission, "a", view(1, waiting_tokens=10**6, cost=CostModel(), max_num_seqs=64)) == Admitted()
+
+
+def test_a_giant_that_is_computed_holds_up_nobody() -> None:
+    """Others are computed beside it, or where they decode: a few prompts are no queue, however long."""
+    admission, info = Admission(Rules(99, prefill_backlog_seconds=1.0)), worker_info("w", Role.UNIFIED)
+    for number in range(WORKER_BACKLOG + 1):
+        load = Load(1 + number, 0, 10**6 + 100 * number)
+        decision = offer(admission, f"r{number}", View((WorkerView(info, Role.UNIFIED, load, COST, 100),)))
+        admission.begun(f"r{number}")
+        assert isinstance(decision, Queued) == (1 + number >= WORKER_BACKLOG)
 
 
 # -- refusals
