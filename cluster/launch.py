@@ -39,6 +39,10 @@ ROUTER_STOP_SECONDS = 40.0
 CONTROLLER_STOP_SECONDS = 60.0
 MAX_START_FAILURES = 3
 MAX_RESTART_SECONDS = 30.0
+# What Ray started, and who joined it, ends itself a minute after the head did: what is in flight needs half of that to end.
+# The head of a Ray of our own does not come back; that of others may, and all goes on then.
+OWN_HEAD_SECONDS, OTHERS_HEAD_SECONDS = 20.0, 50.0
+HEAD_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,15 @@ class Step:
 Report = Callable[[Step], None]
 
 
+@dataclass(slots=True)
+class Head:
+    """Ray's head. `lost`: watch() has found it silent for `patience_seconds`, and nothing is asked of it any more."""
+
+    address: str
+    patience_seconds: float
+    lost: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A cluster that serves. `children` are those that live now: watch() puts a new one in a dead one's place."""
@@ -60,6 +73,7 @@ class Running:
     session: Session
     folder: SessionFolder
     children: dict[str, Child]
+    head: Head
 
 
 @contextlib.asynccontextmanager
@@ -89,19 +103,21 @@ async def running(
             )
             ends.callback(folder.clear)
             _record(folder, session, children)
-            await _start_ray(config, ends, report)
-            await _start_controller(config, ends, report)
+            head = await _start_ray(config, ends, report)
+            await _start_controller(config, head, ends, report)
             await _workers_ready(config, report)
             await _start_router(folder, children, ends, report)
             await _router_ready(session, children[ROUTER], report)
             session = _record(folder, replace(session, ready=True), children)
-            yield Running(session, folder, children)
+            yield Running(session, folder, children, head)
 
 
 async def watch(cluster: Running, report: Report) -> None:
-    """Starts the router and the embedded Redis again when they end. Returns never; raises when one cannot be started."""
+    """Starts the router and the embedded Redis again when they end. Returns never; raises when one cannot be started, or
+    Ray's head is lost."""
     try:
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_watch_head(cluster.head, report))
             for name in list(cluster.children):
                 tasks.create_task(_keep_alive(name, cluster, report))
     except ExceptionGroup as errors:
@@ -159,17 +175,25 @@ async def _start_redis(
     return config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
 
 
-async def _start_ray(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> None:
+async def _start_ray(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> Head:
     report(Step("ray", config.ray.address or "on this machine"))
     ends.push_async_callback(in_thread, ray_session.stop)
     await in_thread(ray_session.start, config)
+    patience_seconds = OWN_HEAD_SECONDS if config.ray.address is None else OTHERS_HEAD_SECONDS
+    head = Head(await in_thread(ray_session.head_address), patience_seconds)
     report(Step("ray", config.ray.address or "on this machine", done=True))
+    return head
 
 
-async def _start_controller(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> None:
+async def _start_controller(config: ClusterConfig, head: Head, ends: contextlib.AsyncExitStack, report: Report) -> None:
     assert config.redis.url is not None
     report(Step("workers", "controller"))
-    ends.push_async_callback(in_thread, ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS)
+
+    async def stop() -> None:
+        if not head.lost:
+            await in_thread(ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS)
+
+    ends.push_async_callback(stop)
     await in_thread(ray_session.start_controller, config, config.redis.url)
 
 
@@ -254,6 +278,36 @@ async def _keep_alive(name: str, cluster: Running, report: Report) -> None:
             cluster.children[name] = await embedded.start(port, folder)
         _record(folder, cluster.session, cluster.children)
         report(Step(name, "runs again", done=True))
+
+
+async def _watch_head(head: Head, report: Report) -> None:
+    """Unavailable once the head has been silent for too long. Serving needs none, so it is not disturbed before."""
+    clock = SystemClock()
+    heard_at = clock.now()
+    while (silent := clock.now() - heard_at) < head.patience_seconds:
+        await asyncio.sleep(HEAD_LOOK_SECONDS)
+        if await _listens(head.address):
+            if silent > 2 * HEAD_LOOK_SECONDS:
+                report(Step("ray", f"its head at {head.address} answers again", done=True))
+            heard_at = clock.now()
+        elif silent < 2 * HEAD_LOOK_SECONDS:
+            report(Step("ray", f"its head at {head.address} does not answer; what serves goes on"))
+    head.lost = True
+    raise Unavailable(
+        f"Ray's head at {head.address} has not answered for {silent:.0f} s, and without it Ray ends all workers within a "
+        "minute: the cluster is ended in order"
+    )
+
+
+async def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(HEAD_LOOK_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 # -- shared

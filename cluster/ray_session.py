@@ -52,6 +52,11 @@ def connect(address: str, cluster: str) -> None:
         raise Unavailable(f"ray.address: the Ray cluster at {address} cannot be joined: {why(error)}") from error
 
 
+def head_address() -> str:
+    """host:port where the head of the Ray that we joined listens."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def stop() -> None:
     """Leaves Ray; a Ray of our own ends, with everything in it."""
     ray.shutdown()

@@ -73,9 +73,10 @@ class Events:
             await start(self._send)
 
     async def say(self, data: bytes) -> None:
-        await self._commented()
+        if self._comment is not None:
+            await self._commented()
         self._said_at = self._loop.time()
-        await write(self._send, data)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> None:
         self._let_be()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -15,6 +16,18 @@ from cluster.session import SessionFolder, wait_unlocked
 from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+def find_child(pid: int, name: str) -> int:
+    """A descendant process with this in its command line."""
+    waiting = [pid]
+    while waiting:
+        for children in pathlib.Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                if name in pathlib.Path(f"/proc/{child}/cmdline").read_text():
+                    return child
+                waiting.append(child)
+    raise AssertionError(f"no {name} under {pid}")
 
 
 class Operator:
@@ -84,6 +97,28 @@ def config(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_case_65_without_rays_head_serving_goes_on_until_the_cluster_is_ended_in_order(
+    operator: Operator, config: pathlib.Path
+) -> None:
+    """Ray ends whatever it started, and whoever joined it, a minute later: by then nothing is left to lose."""
+    up = operator.starts("up", str(config), "--json")
+    assert up.stdout is not None
+    assert up.stderr is not None
+    with up:
+        while "session" not in (said := json.loads(up.stdout.readline())):
+            pass
+        os.kill(find_child(up.pid, "gcs_server"), signal.SIGKILL)
+        while "does not answer; what serves goes on" not in up.stdout.readline():
+            assert up.poll() is None
+        body = {"model": "tiny", "prompt": "hello there", "max_tokens": 2, "ignore_eos": True}
+        for _ in range(5):
+            answer = httpx.post(f"{said['session']['http_url']}/v1/completions", json=body, timeout=20, trust_env=False)
+            assert answer.json()["usage"]["completion_tokens"] == 2
+        assert up.wait(90) == 1
+        assert "Ray's head" in up.stderr.read()
+    assert not [line for line in operator.processes() if "router" in line or "valkey" in line or "Engine" in line]
 
 
 def test_up_status_generate_chat_down(operator: Operator, config: pathlib.Path) -> None:
