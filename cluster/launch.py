@@ -13,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import yaml
@@ -27,7 +26,7 @@ from cluster.state import ControlState, ObservedState, configured
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
-from headrace.store import StoreUnavailable, connect
+from headrace.store import StoreUnavailable, connect, public
 
 T = TypeVar("T")
 
@@ -170,8 +169,8 @@ async def _start_redis(
         try:
             await state.write_desired(configured(config, trusted=True))
         except StoreUnavailable as error:
-            raise Unavailable(f"redis.url: nothing serves at {_public(url)}: {error.message}") from error
-    report(Step("redis", _public(url), done=True))
+            raise Unavailable(f"redis.url: nothing serves at {public(url)}: {error.message}") from error
+    report(Step("redis", public(url), done=True))
     return config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
 
 
@@ -345,12 +344,6 @@ async def _state(cluster: str, url: str) -> AsyncIterator[ControlState]:
 def _reachable(host: str) -> str:
     """Where a client on this machine finds what listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-
-
-def _public(url: str) -> str:
-    """Without its user and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:

@@ -190,10 +190,19 @@ def connect(url: str, budget_seconds: float, clock: Clock | None = None, breaker
         elif url.startswith(("redis://", "rediss://")):
             client, sentinels = Redis.from_url(url, **options), ()
         else:
-            raise ConfigError.out_of_range("redis.url", url, "a redis(s):// or redis(s)+sentinel:// URL")
+            raise ConfigError.out_of_range("redis.url", public(url), "a redis(s):// or redis(s)+sentinel:// URL")
     except ValueError as error:
-        raise ConfigError(f"redis.url: {error}, got {url!r}", key="redis.url", value=url) from error
+        shown = public(url)
+        # What was read amiss may be of a password that holds a / or #, not percent-encoded.
+        why = error if shown == url else "it cannot be read; special characters of a password are percent-encoded"
+        raise ConfigError(f"redis.url: {why}, got {shown!r}", key="redis.url", value=shown) from None
     return Store(client, budget_seconds, clock or SystemClock(), breaker or Breaker(), sentinels)
+
+
+def public(url: str) -> str:
+    """Without its user, passwords and parameters: fit to be shown, well-formed or not."""
+    *scheme, rest = url.split("://", 1)
+    return "://".join((*scheme, rest.rpartition("@")[2].partition("?")[0]))
 
 
 def _behind_sentinels(url: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, Sequence[Any]]:

@@ -308,16 +308,19 @@ def steps_to_pb(outputs: Iterable[tuple[int, SequenceOutput]]) -> list[worker_pb
     """Outputs, each with its sample's number, in as few messages as keep every sample's tokens in order: one, unless an
     output that is more than a plain token follows a plain one of the same sample."""
     steps = [worker_pb2.StepOutputs()]
+    plain: set[int] = set()  # the numbers in the last step: to look through its own would take the square of what waits
     for number, o in outputs:
         step = steps[-1]
         if number and len(o.token_ids) == 1 and not (o.finish or o.logprobs or o.usage or o.timeline):
+            plain.add(number)
             step.samples.append(number)
             step.token_ids.append(o.token_ids[0])
             step.num_generated.append(o.num_generated)
         else:
-            if number in step.samples:
+            if number in plain:
                 step = worker_pb2.StepOutputs()
                 steps.append(step)
+                plain.clear()
             step.outputs.append(output_to_pb(o))
     return steps
 

@@ -62,6 +62,23 @@ def test_a_url_that_names_no_redis_is_refused(url: str) -> None:
         connect(url, 0.1)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:s3cret@localhost",
+        "redis://:s3cret/x@localhost:6379/0",
+        "redis://:x#s3cret@localhost:6379/0",
+        "redis+sentinel://user:s3cret@localhost:26379",
+        "redis+sentinel://localhost:26379?sentinel_password=s3cret",
+        "redis+sentinel://:s3cret@localhost:26379/primary/zero",
+    ],
+)
+def test_a_password_in_a_url_that_is_refused_is_shown_to_nobody(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url.*localhost") as caught:
+        connect(url, 0.1)
+    assert "s3cret" not in f"{caught.value.message} {caught.value.numbers} {caught.value.__cause__}"
+
+
 @pytest.mark.redis
 async def test_calls_reach_a_live_server(redis_url: str) -> None:
     store = connect(redis_url, 2.0)

@@ -134,6 +134,26 @@ def test_an_output_that_is_more_than_a_token_never_overtakes_its_samples_tokens(
     assert (second.samples[:], len(second.outputs)) == ([8], 1)
 
 
+class Counted(int):
+    """A sample's number that counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int(self) == other
+
+
+def test_what_waited_for_a_router_that_stood_still_costs_its_length_and_not_its_square() -> None:
+    """16,000 plain tokens and as many with logprobs kept a worker's event loop for 12 s."""
+    scored = replace(plain(1, "scored"), logprobs=(TokenLogprobs(101, -1.0),))
+    waiting = [(Counted(7), plain(1)), (Counted(9), scored)] * 500
+    (step,) = wire.steps_to_pb(waiting)
+    assert (len(step.samples), len(step.outputs)) == (500, 500)
+    assert Counted.num_compared <= 2 * len(waiting)
+
+
 WORKER = WorkerInfo(
     worker_id="d0",
     generation=7,
