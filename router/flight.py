@@ -1,7 +1,7 @@
 """One request on its way through the router: what came in, what became of it so far, and what its client gets. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -109,20 +109,27 @@ class Explanation:
 
 
 class Explanations:
-    """Owns the explanations of the last requests that ended, `limit` of them, by the ids that their edge gave them."""
+    """Owns the explanations of the last requests that ended, `limit` of them, by the ids that their edge gave them. The
+    whys are worked out of what was decided when somebody asks: each takes as long as a placement, and nearly all are
+    forgotten unread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_id: dict[str, Explanation] = {}
+        self._by_id: dict[str, tuple[Explanation, tuple[Decided, ...]]] = {}
 
-    def add(self, explanation: Explanation) -> None:
-        self._by_id.pop(explanation.request_id, None)
-        self._by_id[explanation.request_id] = explanation
+    def add(self, outline: Explanation, decided: Sequence[Decided]) -> None:
+        self._by_id.pop(outline.request_id, None)
+        self._by_id[outline.request_id] = outline, tuple(decided)
         if len(self._by_id) > self._limit:
             del self._by_id[next(iter(self._by_id))]
 
     def find(self, request_id: str) -> Explanation | None:
-        return self._by_id.get(request_id)
+        found = self._by_id.get(request_id)
+        return _explained(*found) if found is not None else None
+
+
+def _explained(outline: Explanation, decided: Sequence[Decided]) -> Explanation:
+    return replace(outline, whys=tuple([its.why for its in decided]))
 
 
 class Delta(Protocol):
@@ -245,9 +252,13 @@ class Flight:
         return (now - self.first_token_at) / (self.num_generated / self.job.n - 1)
 
     def explanation(self, outcome: str, now: float) -> Explanation:
+        return _explained(self.outline(outcome, now), self.decided)
+
+    def outline(self, outcome: str, now: float) -> Explanation:
+        """The explanation without its whys."""
         return Explanation(
             self.job.request_id,
-            tuple([decided.why for decided in self.decided]),
+            (),
             tuple(self.failures),
             outcome,
             self.usage(),

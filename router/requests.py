@@ -342,7 +342,7 @@ class Requests:
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)
         now = self._clock.now()
-        self._explanations.add(flight.explanation(flight.outcome, now))
+        self._explanations.add(flight.outline(flight.outcome, now), flight.decided)
         measures.ended(flight, now)
 
     def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:

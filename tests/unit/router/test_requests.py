@@ -33,8 +33,11 @@ from headrace.values import (
     TokenLogprobs,
     Usage,
 )
+from router.decisions import placement
 from router.decisions.admission import WORKER_BACKLOG
+from router.decisions.placement import Ask, Candidate
 from router.decisions.record import Decision
+from router.decisions.view import View
 from router.flight import Failure, Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
@@ -245,6 +248,27 @@ async def test_a_pair_prefills_on_the_one_and_decodes_on_the_other() -> None:
         assert chosen is not None
         assert (chosen.decode, chosen.prefill) == ("d", "p")
         assert {(c.worker_id, c.role) for c in explanation.whys[0].candidates} == {("p", "prefill"), ("d", "decode")}
+
+
+async def test_why_is_worked_out_when_somebody_asks_and_not_at_the_end_of_every_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    worked_out = placement.all_candidates
+
+    def counted(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
+        asked.append(ask.num_prompt_tokens)
+        return worked_out(ask, view, now)
+
+    monkeypatch.setattr(placement, "all_candidates", counted)
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker, request_id="mine")
+        worker.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        await task
+        assert not asked
+        explanation = on.requests.why("mine")
+        assert explanation is not None
+        assert (len(explanation.whys), asked) == (1, [10])
 
 
 async def test_a_lost_prefill_worker_is_replaced_under_the_next_attempt() -> None:
