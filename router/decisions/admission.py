@@ -326,6 +326,7 @@ class Admission:
     def _room(self, view: View) -> _Room:
         """One look at all workers."""
         room, limit = _Room(), self._rules.prefill_backlog_seconds
+        share = limit / WORKER_BACKLOG
         num_prefill = num_measured = 0
         backlog = token_seconds = 0.0
         for worker in view.workers:
@@ -344,9 +345,12 @@ class Admission:
                     num_measured += 1
                     token_seconds += its
                     # A few prompts are no queue, however long: others are computed beside them, or where they decode.
-                    num_waiting = worker.load.num_waiting
-                    most = limit if num_waiting >= WORKER_BACKLOG else limit * max(num_waiting, 0) / WORKER_BACKLOG
-                    backlog += min(worker.queue_seconds, most)
+                    queue = worker.queue_seconds
+                    if queue > share:
+                        num_waiting = worker.load.num_waiting
+                        most = limit if num_waiting >= WORKER_BACKLOG else share * num_waiting
+                        queue = queue if queue < most else most
+                    backlog += queue
         if num_measured:
             room.num_prefill = num_prefill
             room.token_seconds = max(token_seconds / num_measured, LEAST_TOKEN_SECONDS)
