@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -305,6 +306,22 @@ async def test_case_50_an_idle_connection_is_kept_as_long_as_configured(
             assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
         assert await soon(reader.read()) == b""
         writer.close()
+
+
+async def test_the_context_is_what_the_workers_have_and_not_what_the_checkpoint_says(
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    info = null_info(checkpoint)
+    info = replace(info, capacity=replace(info.capacity, max_context_tokens=100))
+    async with NullWorker(info) as worker, running_router(checkpoint, tmp_path / "c.yaml", [worker.address]) as router:
+        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            listed = (await http.get(f"{router.http}/v1/models")).json()
+            body = {"model": "tiny", "prompt": [5] * 60, "max_tokens": 60}
+            refused = await http.post(f"{router.http}/v1/completions", json=body)
+    assert [model["max_model_len"] for model in listed["data"]] == [100]
+    assert refused.status_code == 400
+    assert "100" in refused.json()["error"]["message"]
 
 
 async def test_a_worker_with_another_tokenizer_is_not_used(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:

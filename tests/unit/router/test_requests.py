@@ -468,6 +468,20 @@ async def test_a_worker_that_lacks_what_its_index_promises_is_routed_by_load_alo
         assert metric(metrics.INDEX_ERROR, worker="liar") > 0.9
 
 
+async def test_a_new_generation_of_an_ejected_worker_begins_without_a_record() -> None:
+    older, newer = NullWorker(worker_info("w")), NullWorker(worker_info("w", generation=2))
+    async with older, newer, stage(older) as on:
+        for _ in range(3):
+            task, request = await begin(on, older)
+            older.reject(request.key, InternalError("it is broken"))
+            with pytest.raises(InternalError):
+                await task
+        assert on.requests.view().workers[0].ejected_until > 0
+        on.sessions.seek([newer.address])
+        await on.until(lambda: (live := on.sessions.find("w")) is not None and live.info.generation == 2)
+        assert on.requests.view().workers[0].ejected_until == 0.0
+
+
 async def test_no_series_speaks_of_a_worker_that_is_gone() -> None:
     async with NullWorker(worker_info("leaves")) as worker, stage(worker) as on:
         promise(on, worker, range(64))

@@ -45,9 +45,11 @@ class Endless:
 
 
 @asynccontextmanager
-async def connected(app: ASGIApp) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    app: ASGIApp, keep_alive_seconds: float = 5
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     listening = _bind("127.0.0.1", 0)
-    server: uvicorn.Server = _HttpServer(_http_config(app, 5))
+    server: uvicorn.Server = _HttpServer(_http_config(app, keep_alive_seconds))  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve([listening]))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     try:
@@ -87,6 +89,61 @@ async def test_a_request_that_stops_half_way_is_dropped(monkeypatch: pytest.Monk
     async with connected(Endless()) as (reader, writer):
         writer.write(HEAD)
         assert await until_closed(reader) == b""
+
+
+async def test_a_connection_on_which_nothing_ever_comes_is_closed() -> None:
+    async with connected(Endless(), keep_alive_seconds=0.05) as (reader, _):
+        assert await until_closed(reader) == b""
+
+
+async def test_a_client_whose_body_we_do_not_read_yet_is_not_taken_for_one_that_stalls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "SENDS_NOTHING_SECONDS", 0.05)
+    tried, size = asyncio.Event(), 2**22
+    lose_patience = connections.BoundedHttp._lose_patience
+
+    def noted(protocol: connections.BoundedHttp) -> None:
+        lose_patience(protocol)
+        tried.set()
+
+    monkeypatch.setattr(connections.BoundedHttp, "_lose_patience", noted)
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await tried.wait()
+        num_bytes = 0
+        while (message := await receive())["type"] == "http.request":
+            num_bytes += len(message["body"])
+            if not message["more_body"]:
+                break
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % num_bytes})
+
+    async with connected(slow) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: router\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size)
+        writer.write(b"x" * size)
+        assert b"%d" % size in await until_closed(reader)
+
+
+async def test_an_answer_that_nobody_reads_to_its_end_outlives_no_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given in one piece, so nobody waits for the client; closing would wait for it."""
+    lost = asyncio.Event()
+    connection_lost = connections.BoundedHttp.connection_lost
+
+    def noted(protocol: connections.BoundedHttp, exc: Exception | None) -> None:
+        connection_lost(protocol, exc)
+        lost.set()
+
+    monkeypatch.setattr(connections.BoundedHttp, "connection_lost", noted)
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 2**25})
+
+    async with connected(large, keep_alive_seconds=0.05) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(HEAD + b"\r\n")
+        await asyncio.wait_for(lost.wait(), 10)
 
 
 async def test_a_client_that_sends_byte_by_byte_is_served() -> None:

@@ -101,6 +101,14 @@ def test_a_client_cannot_make_a_good_template_explode_by_its_variables() -> None
         templates.render(messages_of(), kwargs={"n": 99999, "pad": "x"})
 
 
+@pytest.mark.parametrize("made", ["x.upper()", "x | upper", "x ~ x", "x + x", "'%s' % x"])
+def test_what_is_made_in_all_is_bounded_however_it_is_made(made: str) -> None:
+    """And not by the time alone that it takes."""
+    source = f"{{% set x = 'x' * 10**5 %}}{{% for i in range(1500) %}}{{% set y = {made} %}}{{% endfor %}}"
+    with pytest.raises(InvalidRequest, match="makes more than"):
+        ChatTemplates({"default": source}, {}).render(messages_of())
+
+
 def test_what_is_too_deep_to_compile_is_refused_at_start() -> None:
     with pytest.raises(CheckpointError, match="does not compile"):
         ChatTemplates({"default": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"}, {})
