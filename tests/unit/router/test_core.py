@@ -15,6 +15,7 @@ from headrace.keys import Keys
 from headrace.values import FinishReason, Load, Role, Usage
 from router.core import Core, running_core
 from tests.null_worker import NullWorker, worker_info
+from tests.ports import free_port
 from tests.unit.router.publisher import Publisher
 from tests.unit.router.stage import collect, job, open_text
 
@@ -101,8 +102,7 @@ async def test_case_39_64_a_new_router_finds_the_workers_and_knows_their_caches_
 
 @pytest.mark.redis
 async def test_a_router_that_starts_before_its_redis_serves_and_follows_once_it_is_there() -> None:
-    with ValkeyServer() as valkey:
-        port = valkey.port
+    port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     following = store.connect(url, budget_seconds=1.0, breaker=store.Breaker(open_seconds=0.0))
     async with (

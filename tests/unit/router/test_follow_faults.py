@@ -19,6 +19,7 @@ from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, enc
 from router import follow
 from router.decisions.index import Index
 from tests.null_worker import NullWorker, worker_info
+from tests.ports import free_port
 from tests.redis_proxy import a_redis_proxy
 from tests.unit.router.following import KEYS, scene
 from tests.unit.router.publisher import Publisher, block
@@ -49,7 +50,7 @@ async def test_a_frozen_redis_leaves_the_mirror_and_is_followed_again_when_it_th
 
 async def test_the_loop_goes_on_through_a_dead_redis() -> None:
     async with AsyncExitStack() as stack:
-        with ValkeyServer() as server:
+        with ValkeyServer(port=free_port()) as server:
             port = server.port
             url = f"redis://127.0.0.1:{port}/0"
             on = await stack.enter_async_context(scene(url))
@@ -76,7 +77,7 @@ async def test_the_loop_goes_on_through_a_dead_redis() -> None:
 def a_cluster_that_moved() -> tuple[ValkeyServer, ValkeyServer]:
     """Two nodes of a cluster; the first answers that each key is the second's."""
     options = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
-    node, owner = ValkeyServer(config=options), ValkeyServer(config=options)
+    node, owner = (ValkeyServer(port=free_port(), config=options) for _ in range(2))
     for one in (node, owner):
         one.start()
     owner.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
@@ -277,3 +278,18 @@ async def test_a_set_that_is_read_in_vain_again_and_again_takes_no_more_memory_e
                 await on.index.applied.wait()
         following.cancel()
         assert flapping.before == [0] * 5
+
+
+async def test_a_worker_whose_set_cannot_be_read_now_leaves_the_others_theirs(redis_url: str) -> None:
+    async with scene(redis_url) as on:
+        for name in ("a", "b", "c"):
+            worker = on.publisher(name)
+            await worker.lease()
+            await worker.store(range(3))
+        flapping = Flapping(on.follow._store, on.index, times=2)  # type: ignore[arg-type]
+        on.follow._store = flapping
+        with pytest.raises(Unavailable, match="gone again"):
+            await on.follow.scan()
+        assert sum(on.held(name) == {0, 1, 2} for name in "abc") == 2
+        await on.follow.scan()
+        assert all(on.held(name) == {0, 1, 2} for name in "abc")
