@@ -56,8 +56,12 @@ class Caches:
         prediction = Prediction({}, {}, chains)
         for hash_class, chain in chains.items():
             match = self._index.match(chain)
-            prediction.cached_tokens.update(match.credited_tokens(hash_class.block_size))
-            prediction.promised.update(match.promised)
+            credited = match.credited_tokens(hash_class.block_size)
+            if not prediction.promised:  # of one class, as most often, the match itself
+                prediction.cached_tokens, prediction.promised = credited | prediction.cached_tokens, match.promised
+            else:
+                prediction.cached_tokens.update(credited)
+                prediction.promised = prediction.promised | match.promised
         prediction.fallbacks = tuple(self._fall_back(prediction, view, now))
         return prediction
 

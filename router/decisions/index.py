@@ -109,6 +109,7 @@ class Index:
         self._max_entries = max_entries
         self._holders = Holders()
         self._mirrors: dict[str, _Mirror] = {}
+        self._num_followed = 0
 
     # -- reading
 
@@ -172,7 +173,7 @@ class Index:
     @property
     def num_followed(self) -> int:
         """How many workers' parts are in step, as far as is known."""
-        return sum([mirror.synced for mirror in self._mirrors.values()])
+        return self._num_followed
 
     @property
     def num_keys(self) -> int:
@@ -205,12 +206,14 @@ class Index:
         self.expect(worker, generation)
         mirror, fresh = self._mirrors[worker], None
         if mirror.generation == generation:
-            mirror.synced = mirror.full = False
+            mirror.full = False
+            self._set_synced(mirror, False)
             if self._may_hold(worker, mirror, num_blocks - mirror.part.digest.count):
                 fresh = _Mirror(generation, self._holders.begin(), sequence, mirror.max_entries)
             else:
                 self._give_up(worker, mirror)
-                mirror.sequence, mirror.synced = sequence, True
+                mirror.sequence = sequence
+                self._set_synced(mirror, True)
         loading = Loading(self, worker, mirror, fresh)
         try:
             yield loading
@@ -240,13 +243,13 @@ class Index:
         if batch.sequence <= mirror.sequence:
             return Followed()
         if batch.sequence != mirror.sequence + 1:
-            mirror.synced = False
+            self._set_synced(mirror, False)
             return Resync(worker, "gap")
         self._change(worker, mirror, batch)
         if mirror.full:
             return Overfull()
         if mirror.part.digest != batch.digest:
-            mirror.synced = False
+            self._set_synced(mirror, False)
             return Resync(worker, "digest")
         return Followed()
 
@@ -255,6 +258,7 @@ class Index:
         mirror = self._mirrors.pop(worker, None)
         self.overlay.forget(worker)
         if mirror is not None:
+            self._set_synced(mirror, False)
             self._holders.retire(mirror.part)
 
     def sweep(self) -> Iterator[None]:
@@ -284,7 +288,8 @@ class Index:
             self._holders.store(fresh.part, low_halves(found.ids), found.tier)
         else:
             self._give_up(worker, mirror)
-            mirror.sequence, mirror.synced = fresh.sequence, True
+            mirror.sequence = fresh.sequence
+            self._set_synced(mirror, True)
 
     def _settle(
         self,
@@ -305,8 +310,13 @@ class Index:
         self._holders.retire(mirror.part)
         self._mirrors[worker] = fresh
         self._holders.match_as(worker, fresh.part)
-        fresh.newest, fresh.synced = mirror.newest, True
+        fresh.newest = mirror.newest
+        self._set_synced(fresh, True)
         return True
+
+    def _set_synced(self, mirror: _Mirror, synced: bool) -> None:
+        self._num_followed += synced - mirror.synced
+        mirror.synced = synced
 
     def _may_hold(self, worker: str, mirror: _Mirror, num_more: int) -> bool:
         """What another mirror of the worker holds does not count: this one takes its place."""
@@ -321,7 +331,8 @@ class Index:
 
     def _renew(self, worker: str, mirror: _Mirror, generation: int) -> None:
         self._clear(worker, mirror)
-        mirror.generation, mirror.sequence, mirror.synced = generation, 0, False
+        mirror.generation, mirror.sequence = generation, 0
+        self._set_synced(mirror, False)
         mirror.newest = max(mirror.newest, generation)
 
     def _clear(self, worker: str, mirror: _Mirror) -> None:

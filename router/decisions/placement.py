@@ -13,7 +13,6 @@ decode, decode does the rest alone. The first two are one pair, at the lower of 
 """
 
 from dataclasses import dataclass, replace
-from heapq import nsmallest
 from math import ceil
 from typing import Literal
 
@@ -172,9 +171,16 @@ def _priced(ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]) -> 
 def _with_warmest(ask: Ask, best: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
     """The decode worker that holds most of the prompt is compared too, however busy it is."""
     held = ask.cached_tokens
-    warm = [worker for worker in decodes if held.get(worker.worker_id)] if held else []
-    warmest = max(warm, key=lambda worker: cached_tokens(ask, worker), default=None)
-    return best if warmest is None or warmest in best else [*best, warmest]
+    if not held:
+        return best
+    warmest, most = None, 0
+    for worker in decodes:
+        cached = held.get(worker.worker_id, 0)
+        if cached > most:
+            warmest, most = worker, cached
+            if most >= ask.num_prompt_tokens - 1:
+                break  # nobody need compute less
+    return best if warmest is None or any(worker is warmest for worker in best) else [*best, warmest]
 
 
 def _best_few(workers: list[WorkerView], prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
@@ -185,7 +191,7 @@ def _best_few(workers: list[WorkerView], prices: list[float], few: int, tie: flo
     if len(near) > few:
         start, tie = _draw(tie, len(near))
         return (near + near)[start : start + few], tie
-    worst = nsmallest(few, prices)[-1] if prices else 0.0
+    worst = sorted(prices)[min(few, len(prices)) - 1] if prices else 0.0
     best = [(price, at) for at, price in enumerate(prices) if price <= worst]
     return [workers[at] for _, at in sorted(best)[:few]], tie
 
@@ -235,6 +241,8 @@ def _pulled(
 ) -> tuple[int, float, Candidate]:
     """Where decode holds more than prefill: what prefill pulls of it, in how long, and what it is a candidate with then.
     Nothing, where computing it is no slower. It is the decode worker that knows how fast the two read each other."""
+    if on_decode.cached_tokens <= on_prefill.cached_tokens:
+        return 0, 0.0, on_prefill
     block_size = decode.hash_class.block_size
     held = min(on_decode.cached_tokens, (ask.num_prompt_tokens - 1) // block_size * block_size)
     missing = held - on_prefill.cached_tokens

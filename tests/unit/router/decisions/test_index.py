@@ -469,6 +469,7 @@ def test_dropped_doubled_and_reordered_events_never_leave_a_wrong_mirror_that_cl
         for name, truth in truths.items():
             if index.position(name) == (truth.generation, truth.sequence):
                 assert held(index, name) == {held_block for held_block, _ in truth.held}
+        assert index.num_followed == sum(index.position(name) is not None for name in truths)
     for name, truth in truths.items():
         deliver(name, truth.batch())
         assert index.position(name) == (truth.generation, truth.sequence)
