@@ -11,6 +11,8 @@ from workers.kv.links.choice import NVLINK, choose
 from workers.kv.links.endpoint import schemes_of
 from workers.kv.pool import KvPool
 
+MARKS = 113  # exact in bfloat16 too; prime, so that no two rows of a block are alike
+
 
 def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
     """Opens `pool` to peers. `seconds` bounds the wait for each of a peer's messages."""
@@ -23,21 +25,29 @@ def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
 
 def try_out(pool: KvPool, endpoint: str, seconds: float) -> None:
     """Moves a block of `pool` into its trash block over each link that `endpoint`, where it is served, offers to peers, as
-    one of them would; before anyone holds a block. The first pull of a peer then finds everything made. TransferFailed
-    names the link that fails, and why."""
-    slab = pool.slab
+    one of them would; before anyone holds a block. It is marked meanwhile: a pool begins with zeros everywhere, and they
+    would be found whatever a link had read, or if it had read nothing. The first pull of a peer then finds everything made.
+    TransferFailed names the link that fails, and why."""
+    slab, source, target = pool.slab, pool.tensor[0], pool.tensor[pool.trash_block]
+    before = source.clone()
+    marks = torch.arange(source.numel(), device=source.device).remainder_(MARKS).add_(1)
     whole = Piece(0, 0, 0, 0, slab.num_kv_heads, 0, 0, slab.num_layers)
     block = [BlockPull(0, int(pool.epochs[0]), pool.trash_block)]
     for scheme in schemes_of(endpoint):
         link = _link(scheme, endpoint, pool, seconds)
+        source.copy_(marks.view(source.shape))
+        target.zero_()
+        pool.settle()
         try:
             link.pull(block, whole)
         except HeadraceError as error:
             raise TransferFailed(f"{scheme}: a block of our own did not come over it: {error.message}") from error
         finally:
             link.close()
-        if not torch.equal(pool.tensor[0], pool.tensor[pool.trash_block]):
+        if not torch.equal(source, target):
             raise TransferFailed(f"{scheme}: a block of our own came over it as something else")
+    source.copy_(before)
+    pool.settle()
 
 
 def connect(ours: str, theirs: str, pool: KvPool, seconds: float) -> KvLink:
