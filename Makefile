@@ -57,7 +57,7 @@ bench-router: setup  ## what the index and a placement cost, in time and memory 
 bench-sim: setup  ## 1,000 virtual workers and 100,000 requests on one core; hot prefixes and ties (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_sim --out docs/benchmarks/sim-cpu.json $(if $(GATE),--gate)
 
-gpu-test:  ## the kernels, the engine and the links on one CUDA device or two, with the host's own Python
+gpu-test:  ## the kernels, the engine, the links and parallel ranks on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
 gpu-sanitize:  ## attention and the KV write under compute-sanitizer, on a host that allows it (fmha: the reference's own)
@@ -76,6 +76,9 @@ bench-handoff:  ## pulls over the real links between two CUDA devices, alone and
 bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL (GATE=1 fails on a miss)
 	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
+bench-parallel:  ## tensor and pipeline parallel ranks on two CUDA devices, 70B shape cut to 20 layers (GATE=1 fails on a miss)
+	$(GPU_PYTHON) -m loadtests.bench_parallel --out docs/benchmarks/parallel-$(or $(CARD),h200).json $(if $(GATE),--gate)
+
 bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another engine's rows; GATE=1 fails on a miss)
 	$(GPU_PYTHON) -m loadtests.bench_gpu --out docs/benchmarks/engine-$(or $(CARD),h200).json \
 		$(if $(PEER),--peer $(PEER)) $(if $(GATE),--gate)
@@ -83,4 +86,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-gpu bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-gpu bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -29,6 +29,8 @@ KINDS = {
     torch.float16: (torch.int16, tl.float16),
     torch.float32: (torch.int32, tl.float32),
 }
+# two places of 16 bits side by side are one of 32
+NOTHING_OF = {torch.int16: EMPTY, torch.int32: EMPTY * 2**16 - EMPTY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ def all_reduce(x: Tensor, meeting: Meeting, tile: ReduceTile, *, two_shots: bool
         RANK=meeting.rank,
         RANKS=meeting.num_ranks,
         NUMBER=number,
-        # two places of 16 bits side by side
-        NOTHING=EMPTY if integer == torch.int16 else EMPTY * 2**16 - EMPTY,
+        NOTHING=NOTHING_OF[integer],
         TWO_SHOTS=two_shots,
         E=tile.elements,
         num_warps=tile.num_warps,
@@ -151,10 +152,7 @@ def _all_reduce(
                     held = (start + e < part) & (at < size)
                     tl.store(X + at, _receive(mine + p * room + part + start + e, held, STATE, NOTHING), mask=held)
 
-    # Whoever is last turns the slot: all have read it by then.
-    if tl.atomic_add(STATE + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(STATE + 1, 0)
-        tl.store(STATE, 1 - slot)
+    _turn(STATE, slot)
 
 
 @triton.jit
@@ -184,3 +182,11 @@ def _missing(bits, STATE, NOTHING: tl.constexpr):
     """Equal on all threads: those that read early may see nobody gone, and those that read late all."""
     gone = tl.load(STATE + 2, volatile=True)
     return tl.max(((bits == NOTHING) & (gone == 0)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _turn(STATE, slot):
+    """The program that is done last turns the slot: all have read it by then."""
+    if tl.atomic_add(STATE + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(STATE + 1, 0)
+        tl.store(STATE, 1 - slot)

@@ -7,6 +7,8 @@ tp2_speedup_b*   TPOT at tp 1 over TPOT at tp 2, at 1k of context; b64 likewise
 tp2_nccl_*       the same with every sum through NCCL
 pp2_speedup_b*   the same at pp 2: one batch passes from stage to stage, so about 1 is what there is to have
 sum_*_us         one all-reduce of so many bytes between two ranks, in a graph; peer: NCCL in a graph
+sum_norm_*_us    the same with the residual added and the norm behind it; one launch of ours
+half_speedup_b*  with one device alone: TPOT of the whole model over that of one rank of two, whose sums meet its own parts
 rank_kill_s      from SIGKILL of rank 1 in mid-decode to the failure of all that waits, and to the end of close()
 """
 
@@ -26,14 +28,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, Request, RequestKey, Role, SamplingParams
+from kernels.all_reduce import Meeting, buffer_bytes, make_empty
+from kernels.choose import choose
+from kernels.tuning import tuning_of
 from loadtests.one_rank import LLAMA_8B, random_weights, scheduler_of, shape_folder
 from loadtests.report import Report, Row, add_arguments
 from workers.models.checkpoint import Checkpoint
-from workers.models.parallel import form
+from workers.models.meeting import ROOM_BYTES, DeviceMemory, SmallSums
+from workers.models.parallel import RankContext, form
 from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
 from workers.ranks.rank import MakeRunner
@@ -58,7 +65,7 @@ ENGINE = EngineConfig(
     max_step_tokens=8192,
     max_context_tokens=2048,
 )
-CONTEXT, DECODES = 1024, 160
+CONTEXT, DECODES, WIDTH = 1024, 160, 8192
 SETTLED = 16  # decode steps that count for nothing
 SPEEDUP_MUST, SPEEDUP_AIM = 1.7, 1.85
 SUM_BYTES = (2**14, 2**18, 2**20, 2**22)
@@ -71,6 +78,21 @@ def nccl_runner(spec: WorkerSpec, rank: int, store: Any) -> Runner:
     context = dataclasses.replace(form(spec.layout, rank, store, device=device), small_sums=None)
     checkpoint = Checkpoint.open(spec.model_path)
     return Runner(checkpoint, spec.layout, rank, spec.engine, context, fill=random_weights)
+
+
+def half_runner(spec: WorkerSpec, rank: int, store: Any) -> Runner:
+    """One rank of two, whose sums meet its own parts: what a rank computes, without the trips between devices, the gathered
+    logits, or a second device."""
+    layout, device = ParallelLayout(2, 1), torch.device("cuda", 0)
+    memory = DeviceMemory(device)
+    buffer = memory.allocate(buffer_bytes(2, ROOM_BYTES))
+    make_empty(buffer)
+    # what goes to rank 1's buffer, into rank 0's places, comes to rank 1's places in our own
+    addresses = torch.tensor([buffer.data_ptr(), buffer.data_ptr() + ROOM_BYTES], device=device)
+    meeting = Meeting(0, addresses, torch.zeros(3, dtype=torch.int32, device=device), ROOM_BYTES)
+    sums = SmallSums(meeting, memory, tuning_of(device).reduce)
+    context = RankContext(layout, 0, device, small_sums=sums)
+    return Runner(Checkpoint.open(spec.model_path), layout, 0, spec.engine, context, fill=random_weights)
 
 
 RANDOM: MakeRunner = functools.partial(make_runner, fill=random_weights)
@@ -104,7 +126,7 @@ class Loop:
         for _ in range(num_requests):
             self._number += 1
             key = RequestKey(f"r{self._number}")
-            prompt = tuple(self._draw.randrange(1000, 120_000) for _ in range(num_tokens))
+            prompt = tuple(self._draw.randrange(1000, SHAPE["vocab_size"] // 2) for _ in range(num_tokens))
             sampling = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
             self._scheduler.submit(Request(key, prompt, sampling, cache_salt=key.request_id), 0.0)
 
@@ -173,21 +195,29 @@ def killed_seconds(executor: RankExecutor) -> tuple[float, float]:
 
 
 def sum_times(rank: int, folder: str, queue: Any) -> None:
-    """Microseconds of one all-reduce in a graph of 64, ours and NCCL's, by size."""
+    """Microseconds of one sum in a graph of 64, ours and NCCL's, by size, and of one with residual and norm behind it."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = FileStore(f"{folder}/sums", 2)
     context = form(ParallelLayout(2, 1), rank, store, device=device)
+    ops, weight = choose(device), torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
     found: dict[str, list[float]] = {}
     graphs = []
     for name, where in (("ours", context), ("nccl", dataclasses.replace(context, small_sums=None))):
-        for num_bytes in SUM_BYTES:
-            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-            where.all_reduce(x)
+        for num_bytes, normed in itertools.product(SUM_BYTES, (False, True)):
+            x = torch.randn(num_bytes // 2 // WIDTH, WIDTH, device=device).to(torch.bfloat16)
+
+            def once(where: RankContext = where, x: Tensor = x, normed: bool = normed) -> None:
+                if normed:
+                    where.add_rms_norm(ops, x, x, weight, 1e-5)
+                else:
+                    where.all_reduce(x)
+
+            once()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for _ in range(64):
-                    where.all_reduce(x)
+                    once()
             graphs.append(graph)
             samples = []
             for _ in range(6):
@@ -200,7 +230,7 @@ def sum_times(rank: int, folder: str, queue: Any) -> None:
                 ended.record()
                 torch.cuda.synchronize()
                 samples.append(began.elapsed_time(ended) * 1e3 / 320)
-            found[f"{name} {num_bytes}"] = samples[1:]
+            found[f"{name} {num_bytes} {normed}"] = samples[1:]
     for graph in graphs:
         graph.reset()
     context.close()
@@ -220,6 +250,19 @@ def sums() -> dict[str, list[float]]:
     return dict(found[0])
 
 
+def one_device(report: Report, folder: pathlib.Path, arguments: argparse.Namespace) -> int:
+    """Without a second device: how much sooner one rank of two is done, which no two ranks can be ahead of."""
+    with executor_of(ParallelLayout(), folder) as executor:
+        alone = decode_all(executor)
+    with executor_of(ParallelLayout(), folder, half_runner) as executor:
+        half = decode_all(executor)
+    for batch in BATCHES:
+        one, other = statistics.median(alone[batch]), statistics.median(half[batch])
+        note = f"TPOT {one:.3f} ms whole, {other:.3f} ms half, sums with itself included"
+        report.add(Row(f"half_speedup_b{batch}", one / other, "ratio", "higher", samples=half[batch], note=note))
+    return report.close(arguments)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=20, help="fewer than 20 only to try the bench itself")
@@ -228,14 +271,16 @@ def main() -> int:
     from loadtests.bench_parallel import nccl_runner  # by a name that the other ranks know
 
     card = torch.cuda.get_device_properties(0)
-    report = Report("parallel", ("torch", "triton"), hardware=f"2 × {card.name}, {card.total_memory / 2**30:.0f} GiB")
+    report = Report("parallel", ("torch", "triton"), hardware=f"{torch.cuda.device_count()} × {card.name}, {card.total_memory / 2**30:.0f} GiB")
     folder = shape_folder({**SHAPE, "num_hidden_layers": arguments.layers})
 
+    if torch.cuda.device_count() == 1:
+        return one_device(report, folder, arguments)
     times = sums()
-    for num_bytes in SUM_BYTES:
-        samples, peers = times[f"ours {num_bytes}"], times[f"nccl {num_bytes}"]
+    for num_bytes, normed in itertools.product(SUM_BYTES, (False, True)):
+        samples, peers = (times[f"{name} {num_bytes} {normed}"] for name in ("ours", "nccl"))
         value, peer = statistics.median(samples), statistics.median(peers)
-        name = f"sum_{num_bytes // 1024}kib_us"
+        name = f"sum{'_norm' if normed else ''}_{num_bytes // 1024}kib_us"
         report.add(Row(name, value, "us", "lower", None, None, samples, peer, "NCCL", peer / value))
 
     alone: dict[int, list[float]] = {}

@@ -47,12 +47,15 @@ class RankProcesses:
 
 @contextmanager
 def rank_processes(size: int, device: str = "cpu") -> Iterator[RankProcesses]:
-    """On "cuda" each sees a GPU of its own alone."""
+    """On "cuda" each sees a GPU of its own alone; where there are too few, ranks share one, and have no process groups: a
+    library would refuse that."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["tests.model_steps", __name__, "pytest"])
     ends = [server.Pipe() for _ in range(size)]
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     ranks = [
-        server.Process(target=_serve, args=(theirs, rank, device), daemon=True) for rank, (_, theirs) in enumerate(ends)
+        server.Process(target=_serve, args=(theirs, rank, size, device, num_gpus), daemon=True)
+        for rank, (_, theirs) in enumerate(ends)
     ]
     with tempfile.TemporaryDirectory() as folder:
         for rank in ranks:
@@ -68,18 +71,20 @@ def rank_processes(size: int, device: str = "cpu") -> Iterator[RankProcesses]:
                     rank.join()
 
 
-def _serve(pipe: Connection, rank: int, device: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, device: str, num_gpus: int) -> None:
     torch.set_num_threads(1)
     where = torch.device(device)
+    alone = True
     if device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        alone, own = size <= num_gpus, rank % num_gpus
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(own)
         where = torch.device("cuda", 0)
         torch.cuda.set_device(where)
     while (order := pipe.recv()) is not None:
         layout, rank, store, job, args = order
         try:
             files = distributed.FileStore(store, layout.world_size)
-            context: RankContext = form(layout, rank, files, device=where)
+            context = form(layout, rank, files, device=where) if alone else RankContext(layout, rank, where)
             pipe.send(job(context, *args))
             context.close()
         except Exception as error:  # raised again where the test runs

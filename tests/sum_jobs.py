@@ -10,6 +10,7 @@ from torch.distributed import FileStore
 
 import tests.unit.kernels.conftest  # noqa: F401  # before triton: a rank's process interprets where it has no GPU
 from kernels.all_reduce import all_reduce, two_shots_fit
+from kernels.choose import choose
 from kernels.reference import sum_over_ranks
 from kernels.tuning import ReduceTile
 from workers.models.meeting import DeviceMemory, Memory, SmallSums, meet
@@ -89,6 +90,27 @@ def sum_cases(
         assert around[:32].isnan().all()
         assert around[32 + size :].isnan().all()
     assert sums._meeting.state.tolist() == [len(cases) % 2, 0, 0]
+    return found
+
+
+def norm_cases(context: RankContext, path: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Tensor]:
+    """Sum, residual and norm in one launch, after each other and among plain sums: what the operations give apart."""
+    sums, ops = met(context, path, room_bytes=2**22), choose(context.device)
+    assert sums is not None
+    found = []
+    for number, shape in enumerate(shapes):
+        parts = [part_of(number, rank, shape, dtype).to(context.device) for rank in range(context.layout.tp)]
+        residual = part_of(number, 17, shape, dtype).to(context.device)
+        weight = part_of(number, 18, shape[1:], dtype).to(context.device)
+        out, total = sums.add_rms_norm(parts[context.tp_rank], residual, weight, 1e-5)
+        plain = parts[context.tp_rank].clone()
+        sums.add_up(plain)
+        expected, expected_total = ops.add_rms_norm(plain, residual, weight, 1e-5)
+        if context.device.type == "cuda" or dtype == torch.float32:
+            assert torch.equal(total, expected_total)
+        for got, wanted in ((total, expected_total), (out, expected)):
+            assert (got - wanted).float().norm() <= 1e-2 * wanted.float().norm()
+        found += [total.cpu(), out.cpu()]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one worker on two CUDA devices: sums, whole models against one CPU in float32, and what happens to the rest when
+"""Ranks of one worker on two CUDA devices: whole models against one CPU in float32, and what happens to the rest when
 one is killed. Where the ranks are this test's processes each sees its own device alone."""
 
 import os
@@ -18,9 +18,6 @@ from safetensors.torch import load_file, save_file
 from headrace.config import EngineConfig
 from headrace.errors import WorkerLost
 from headrace.values import ParallelLayout, Role, SamplingParams
-from kernels.reference import sum_over_ranks
-from kernels.tuning import ReduceTile, tuning_of
-from tests import sum_jobs
 from tests.model_steps import Steps, alone, random_ids
 from tests.rank_processes import RankProcesses, rank_processes
 from tests.tiny import make_checkpoint, make_variant
@@ -37,8 +34,6 @@ pytestmark = [
 ]
 
 TP2, PP2 = ParallelLayout(2, 1), ParallelLayout(1, 2)
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-SHAPES = ((1,), (3, 577), (1, 8192), (37, 4096), (64, 8192), (200, 5120))
 LIMIT, MARGIN = 2e-2, 0.1  # as in test_engine
 DECODES = 6
 ENGINE = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_step_tokens": 256}
@@ -51,55 +46,6 @@ SECONDS = 10.0
 def ranks() -> Iterator[RankProcesses]:
     with rank_processes(2, "cuda") as processes:
         yield processes
-
-
-@pytest.mark.parametrize("small", [False, True], ids=["tuned", "small"])
-def test_sums_are_those_of_the_reference_to_the_bit(
-    ranks: RankProcesses, tmp_path: pathlib.Path, *, small: bool
-) -> None:
-    tile = ReduceTile(5, 256, 2) if small else tuning_of(torch.device("cuda", 0)).reduce
-    cases = sum_jobs.cases_of(SHAPES, DTYPES, 2)
-    found = ranks.run(TP2, sum_jobs.sum_cases, str(tmp_path / "store"), cases, tile, 2**22)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-def wrong_sums(context: RankContext, replays: int) -> list[int]:
-    """A graph of many sums of several sizes, ours and NCCL's among each other, replayed back to back over new parts with
-    single sums between: how many of each size were wrong."""
-    device, rank = context.device, context.tp_rank
-    sizes = ((1, 8192), (64, 8192), (1, 8192), (600, 8192))
-    xs = [torch.zeros(size, dtype=torch.bfloat16, device=device) for size in sizes]
-    parts = [torch.zeros(2, *size, dtype=torch.bfloat16, device=device) for size in sizes]
-    wrong = torch.zeros(len(sizes), dtype=torch.int64, device=device)
-
-    def step() -> None:
-        for number, x in enumerate(xs):
-            context.all_reduce(x.copy_(parts[number][rank]))
-            wrong[number] += (x != sum_over_ranks(list(parts[number]))).any()
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    generator = torch.Generator(device).manual_seed(7)
-    for number in range(replays):
-        for part in parts:
-            part.normal_(generator=generator)
-        graph.replay()
-        if number % 3 == 0:
-            step()
-    torch.cuda.synchronize()
-    graph.reset()
-    return list(wrong.tolist())
-
-
-def test_sums_in_graphs_stay_right_over_many_replays(ranks: RankProcesses) -> None:
-    assert ranks.run(TP2, wrong_sums, 400) == [[0] * 4] * 2
-
-
-def test_a_rank_that_gives_up_on_the_others_waits_for_nobody(ranks: RankProcesses, tmp_path: pathlib.Path) -> None:
-    assert ranks.run(TP2, sum_jobs.sums_that_nobody_joins, str(tmp_path / "store")) == [[True], [False]]
 
 
 def answer(context: RankContext, folder: pathlib.Path, engine: EngineConfig, named: list[Any] | None) -> dict[str, Any]:

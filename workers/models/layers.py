@@ -64,17 +64,17 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Inputs spread over the ranks, the products summed. The bias is one rank's, so that it counts once."""
+    """Inputs spread over the ranks, whose products are parts of a sum that is still to be made (RankContext). The bias is
+    one rank's, so that it counts once."""
 
     def __init__(self, parts: Parts, name: str, num_inputs: int, span: Span, num_outputs: int, *, bias: bool) -> None:
-        self._context = parts.context
         self.weight_OI = parts.empty(num_outputs, span[1] - span[0])
         parts.wanted.append(Wanted(f"{name}.weight", (num_outputs, num_inputs), self.weight_OI, (0, num_outputs), span))
         with_bias = bias and parts.context.tp_rank == 0
         self.bias_O = parts.vector(f"{name}.bias", num_outputs) if with_bias else None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return self._context.all_reduce(functional.linear(x_TI, self.weight_OI, self.bias_O))
+        return functional.linear(x_TI, self.weight_OI, self.bias_O)
 
 
 class Vocabulary:

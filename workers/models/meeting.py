@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from kernels.all_reduce import KINDS, Meeting, all_reduce, buffer_bytes, make_empty, two_shots_fit
+from kernels.all_reduce_norm import MAX_WIDTH, all_reduce_add_norm
 from kernels.tuning import ReduceTile, tuning_of
 from workers.kv.channel import UNIX, Channel, ChannelClosed, Listener, connect
 from workers.kv.links.endpoint import Place, this_machine
@@ -86,6 +87,18 @@ class SmallSums:
         two_shots = ranks > 2 and x.nbytes >= TWO_SHOTS_FROM_BYTES and two_shots_fit(x, ranks)
         if x.numel():
             all_reduce(x, self._meeting, self._tile, two_shots=two_shots)
+
+    def take_rows(self, x_TD: Tensor) -> bool:
+        """Whether add_rms_norm does: one shot, and whole rows in a program."""
+        few = self._meeting.num_ranks == 2 or x_TD.nbytes < TWO_SHOTS_FROM_BYTES
+        return few and x_TD.shape[-1] <= MAX_WIDTH and x_TD.numel() > 0 and self.take(x_TD)
+
+    def add_rms_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(sum of x + residual), sum of x + residual)."""
+        out, total = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        programs = self._tile.num_programs
+        all_reduce_add_norm(x_TD, residual_TD, weight_D, eps, out, total, self._meeting, programs)
+        return out, total
 
     def abandon(self) -> None:
         """Sums wait for nobody any more, those under way neither, and come to anything. From any thread."""

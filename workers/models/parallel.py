@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.values import ParallelLayout
+from kernels.ops import Ops
 
 if TYPE_CHECKING:
     from workers.models.meeting import SmallSums
@@ -69,6 +70,14 @@ class RankContext:
             options.asyncOp = False  # on the stream of the step, which a graph then holds whole
             self.tp_group.allreduce([x], options).wait()
         return x
+
+    def add_rms_norm(
+        self, ops: Ops, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Ops.add_rms_norm of the sum of x over the stage's ranks. x may be lost."""
+        if self.small_sums is not None and self.small_sums.take_rows(x_TD):
+            return self.small_sums.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return ops.add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's equally shaped x on tp rank 0, in rank order; None on the others."""

@@ -26,7 +26,7 @@ class Transformer:
         self, config: ModelConfig, context: RankContext, ops: Ops, dtype: torch.dtype, max_context_tokens: int
     ) -> None:
         parts = Parts(context, dtype)
-        self._ops = ops
+        self._ops, self._context = ops, context
         self._eps = config.rms_norm_eps
         self.hidden_size = config.hidden_size
         first, last = shard(config.shape, context.layout, context.rank).layers
@@ -54,7 +54,7 @@ class Transformer:
         x_TD: Tensor | None = None
         for layer in self._layers:
             x_TD, residual_TD = layer.forward(x_TD, residual_TD, self._cos_sin_PE, pool, batch)
-        return residual_TD if x_TD is None else x_TD + residual_TD
+        return residual_TD if x_TD is None else self._context.all_reduce(x_TD) + residual_TD
 
     def logits(self, residual_RD: Tensor) -> Tensor | None:
         """Last stage only: [R, vocabulary] on tp rank 0, None on the stage's other ranks."""
@@ -67,7 +67,7 @@ class Layer:
 
     def __init__(self, config: ModelConfig, parts: Parts, ops: Ops, number: int, slot: int) -> None:
         prefix = f"model.layers.{number}"
-        self._ops = ops
+        self._ops, self._context = ops, parts.context
         self._eps = config.rms_norm_eps
         self._input_norm_D = parts.vector(f"{prefix}.input_layernorm.weight", config.hidden_size)
         self._attention = Attention(config, parts, ops, f"{prefix}.self_attn", slot)
@@ -77,14 +77,18 @@ class Layer:
     def forward(
         self, x_TD: Tensor | None, residual_TD: Tensor, cos_sin_PE: Tensor, pool: Tensor, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
-        """x is what the layer before has not yet added to the residual stream; so is what is returned."""
+        """x is what the layer before has not yet added to the residual stream, nor summed over the ranks; so is what is
+        returned."""
         if x_TD is None:
             x_TD = self._ops.rms_norm(residual_TD, self._input_norm_D, self._eps)
         else:
-            x_TD, residual_TD = self._ops.add_rms_norm(x_TD, residual_TD, self._input_norm_D, self._eps)
+            x_TD, residual_TD = self._add_norm(x_TD, residual_TD, self._input_norm_D)
         x_TD = self._attention.forward(x_TD, cos_sin_PE, pool, batch)
-        x_TD, residual_TD = self._ops.add_rms_norm(x_TD, residual_TD, self._post_norm_D, self._eps)
+        x_TD, residual_TD = self._add_norm(x_TD, residual_TD, self._post_norm_D)
         return self._feed_forward.forward(x_TD), residual_TD
+
+    def _add_norm(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        return self._context.add_rms_norm(self._ops, x_TD, residual_TD, weight_D, self._eps)
 
 
 class Attention:

@@ -38,6 +38,15 @@ def test_sums_are_those_of_the_reference_and_equal_on_all_ranks(
         assert all(torch.equal(one, sums[0]) for one in sums)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_residual_and_norm_in_one_launch(ranks: RankProcesses, tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    found = ranks.run(
+        ParallelLayout(3, 1), sum_jobs.norm_cases, str(tmp_path / "store"), ((1, 64), (5, 96), (2, 31)), dtype
+    )
+    for sums in zip(*found, strict=True):
+        assert all(torch.equal(one, sums[0]) for one in sums)
+
+
 def test_a_rank_that_gives_up_on_the_others_waits_for_nobody(ranks: RankProcesses, tmp_path: pathlib.Path) -> None:
     layout = ParallelLayout(2, 1)
     assert ranks.run(layout, sum_jobs.sums_that_nobody_joins, str(tmp_path / "store")) == [[True], [False]]
