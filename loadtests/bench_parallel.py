@@ -271,7 +271,11 @@ def main() -> int:
     from loadtests.bench_parallel import nccl_runner  # by a name that the other ranks know
 
     card = torch.cuda.get_device_properties(0)
-    report = Report("parallel", ("torch", "triton"), hardware=f"{torch.cuda.device_count()} × {card.name}, {card.total_memory / 2**30:.0f} GiB")
+    report = Report(
+        "parallel",
+        ("torch", "triton"),
+        hardware=f"{torch.cuda.device_count()} × {card.name}, {card.total_memory / 2**30:.0f} GiB",
+    )
     folder = shape_folder({**SHAPE, "num_hidden_layers": arguments.layers})
 
     if torch.cuda.device_count() == 1:
