@@ -7,6 +7,7 @@ everybody's own deadline ends only his hearing.
 """
 
 import asyncio
+import logging
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
@@ -21,6 +22,8 @@ from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
 from router.flight import Explanation, Job, Piece
+
+log = logging.getLogger(__name__)
 
 NUM_NAMES = 512
 MAX_ENTRY_PART = 8  # an answer may take this part of the whole cache
@@ -152,6 +155,7 @@ class SharedAnswers:
         except HeadraceError as error:
             run.error = error
         except Exception as error:
+            log.error("a request that others may hear failed unforeseen", exc_info=error)
             run.error = InternalError(f"internal error: {type(error).__name__}")
             run.error.__cause__ = error
         finally:

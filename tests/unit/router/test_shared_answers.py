@@ -167,6 +167,16 @@ async def test_an_error_reaches_all_who_hear_and_nobody_who_comes_later() -> Non
         assert text(await third) == "ab"
 
 
+async def test_what_fails_unforeseen_is_logged_and_says_nothing_of_the_inside(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shared() as on:
+        monkeypatch.setattr(on.stage.requests, "_open", lambda job: {}["inside"])
+        with pytest.raises(InternalError, match=r"^internal error: KeyError$"):
+            await on.ask(asked("a"))
+    assert "'inside'" in caplog.text
+
+
 async def test_a_deadline_ends_the_hearing_of_one_and_not_the_computation() -> None:
     async with shared() as on:
         hasty = on.ask(asked("a", seconds_left=0.05))
