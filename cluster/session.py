@@ -18,9 +18,10 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from headrace.errors import ConfigError
+from headrace.store import public
 
 UP = "up"
 
@@ -40,6 +41,10 @@ class Session:
     ray_address: str = ""
     children: Mapping[str, int] = field(default_factory=dict)
     ready: bool = False
+
+    def shown(self) -> "Session":
+        """Fit to be printed: without Redis' password."""
+        return replace(self, redis_url=public(self.redis_url))
 
 
 class SessionFolder:

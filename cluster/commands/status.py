@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -86,7 +86,7 @@ async def _follow_lines(session: Session) -> None:
 
 
 def _say(snapshot: Snapshot) -> None:
-    click.echo(json.dumps(asdict(snapshot)))
+    click.echo(json.dumps(asdict(replace(snapshot, session=snapshot.session.shown()))))
 
 
 def _render(snapshot: Snapshot) -> RenderableType:

@@ -144,7 +144,7 @@ def reporting(as_json: bool, console: Console) -> contextlib.AbstractContextMana
 
 def say_ready(session: Session, as_json: bool, console: Console) -> None:
     if as_json:
-        write_line(sys.stdout, {"session": asdict(session)})
+        write_line(sys.stdout, {"session": asdict(session.shown())})
         return
     where = f"{session.http_url}/v1 (OpenAI) and {session.grpc_address} (gRPC)"
     console.print(f"\n[bold]{session.model_name}[/] is served at {where}.", soft_wrap=True)

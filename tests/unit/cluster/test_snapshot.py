@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from cluster.commands.status import _render, described
+from cluster.commands.status import _render, _say, described
+from cluster.commands.up import say_ready
 from cluster.session import Session
 from cluster.snapshot import Snapshot, take
 from cluster.state import ControlState, ObservedState, WorkerRecord
@@ -105,3 +106,12 @@ def test_a_cluster_that_others_run_is_described_by_its_configuration(
         described(config, tmp_path)
     monkeypatch.setenv("HEADRACE_REDIS_URL", "redis://far:6379/0")
     assert described(config, tmp_path).redis_url == "redis://far:6379/0"
+
+
+def test_what_is_printed_as_json_holds_no_password_of_redis(capsys: pytest.CaptureFixture[str]) -> None:
+    session = replace(SESSION, redis_url="redis://user:s3cret@r:6379/0")
+    _say(Snapshot(session, {}, ()))
+    say_ready(session, True, Console())
+    out = capsys.readouterr().out
+    assert "s3cret" not in out
+    assert out.count('"redis_url": "redis://r:6379/0"') == 2
