@@ -49,7 +49,7 @@ def test_pools_that_shrink_and_preemption_at_any_moment_change_no_answer(seed: i
     world.check()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), pressed=st.booleans())
 def test_samples_stopped_in_the_middle_change_no_other_answer(seed: int, overlap: bool, pressed: bool) -> None:
     world = World(seed, overlap=overlap, pressed=pressed, stopping=True)
