@@ -10,7 +10,7 @@ from prometheus_client import Counter
 
 from headrace import metrics
 from headrace.clock import Clock
-from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest
+from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, RequestCancelled
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
@@ -51,6 +51,32 @@ class Relay:
     def waits_for_client(self) -> bool:
         """Whether there is a piece that the client has not taken yet, rather than one to come."""
         return isinstance(self.pieces, AsyncGeneratorType) and not self.pieces.ag_running
+
+    @asynccontextmanager
+    async def bounded(self, seconds: float) -> AsyncIterator[None]:
+        """RequestCancelled once the client has taken nothing between two looks, so many seconds apart, though there was
+        something."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look(stood_at: int | None) -> None:
+            nonlocal timer
+            stands_at = self.num_taken if self.waits_for_client else None
+            if stands_at is not None and stands_at == stood_at:
+                patience.reschedule(loop.time())
+            else:
+                timer = loop.call_later(seconds, look, stands_at)
+
+        timer = loop.call_later(seconds, look, None)
+        try:
+            async with asyncio.timeout(None) as patience:
+                yield
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            raise RequestCancelled(f"the client read nothing for {seconds:g} s") from error
+        finally:
+            timer.cancel()
 
 
 class Edge:

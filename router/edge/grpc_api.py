@@ -23,6 +23,7 @@ from router.requests import Job, Piece
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DETAILS_KEY = "grpc-status-details-bin"
+READS_NOTHING_SECONDS = 60.0  # as over HTTP: a call whose client does not read would hold its tenant's slot for ever
 RETRY_INFO_URL = "type.googleapis.com/google.rpc.RetryInfo"
 _LIST_FIELDS = ("stop_token_ids", "stop")
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def _answer(self, job: Job, context: Any) -> None:
-        async with self._edge.relay(job) as relay:
+        async with self._edge.relay(job) as relay, relay.bounded(READS_NOTHING_SECONDS):
             async for piece in relay.pieces:
                 await context.write(response(job, piece))
                 relay.num_taken += 1

@@ -23,13 +23,14 @@ from headrace.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    RequestCancelled,
     Unauthenticated,
     Unavailable,
     WorkerLost,
 )
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.decisions.tenants import Targets, Tenancy, Tenant
-from router.edge import common
+from router.edge import common, grpc_api
 from router.edge.grpc_api import DETAILS_KEY, RETRY_INFO_URL, SERVICE, add_services, open_server
 from router.flight import Job, Piece
 from router.text.vocabulary import Text
@@ -195,9 +196,12 @@ class Talking(Scripted):
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         self.jobs.append(job)
-        while True:
-            yield Piece(0, "x" * 2**16)
-            await asyncio.sleep(0)
+        try:
+            while True:
+                yield Piece(0, "x" * 2**16)
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
 
 
 async def test_case_60_a_client_that_does_not_read_holds_up_no_drain(
@@ -219,6 +223,45 @@ async def test_case_60_a_client_that_does_not_read_holds_up_no_drain(
             call.cancel()
     finally:
         await server.stop(None)
+
+
+async def test_a_client_that_reads_nothing_loses_its_call_and_hears_why_when_it_reads_again(
+    tiny: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held its tenant's slot for as long as it kept its connection."""
+    monkeypatch.setattr(grpc_api, "READS_NOTHING_SECONDS", 0.05)
+    core = Talking(tiny)
+    async with serving(core) as address, AsyncClient(address) as client:
+        parts = client.generate("hi")
+        await asyncio.wait_for(anext(parts), 10)
+        await asyncio.wait_for(core.ended.wait(), 10)
+        with pytest.raises(RequestCancelled, match="the client read nothing"):
+            await asyncio.wait_for(collected(parts), 10)
+
+
+async def test_a_client_that_waits_for_its_next_token_keeps_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Callable[[], None]] = []
+
+    def call_later(seconds: float, look: Callable[..., None], *args: object) -> asyncio.Handle:
+        looks.append(lambda: look(*args))
+        return asyncio.Handle(look, args, asyncio.get_running_loop())
+
+    async def pieces() -> AsyncGenerator[Piece]:
+        yield Piece(0, "x")
+        await asyncio.Event().wait()
+
+    relay = common.Relay(pieces())
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    async with relay.bounded(60.0):
+        await anext(relay.pieces)
+        relay.num_taken += 1
+        waiting = asyncio.ensure_future(anext(relay.pieces))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            looks.pop()()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert len(looks) == 1
 
 
 async def test_a_deadline_travels_as_time_left(tiny: Text) -> None:
