@@ -40,7 +40,7 @@ def test_within_its_target_own_waiting_costs_little_and_others_stall_all() -> No
 def test_where_none_meets_them_it_hurts_least() -> None:
     late = pair("late", ttft=1.5, tpot=0.01)
     slow = pair("slow", ttft=0.5, tpot=0.05)
-    assert best([late, slow], 1.0, 0.02) == ("late", "missed")  # 0.9 s late against 100 × 0.03 s slow
+    assert best([late, slow], 1.0, 0.02) == ("late", "missed")  # 1 s late against 100 × 0.03 s slow
     assert best([late, slow], -5.0, 0.1)[0] == "slow"  # missed already: the sooner the better
     assert best([late, pair("stalls", ttft=1.4, stall=1.0)], 1.0, None)[0] == "late"
 
@@ -53,7 +53,7 @@ def test_place_looks_at_the_targets_of_the_request() -> None:
     ask = Ask(1000, 100, cached_tokens=held)
     assert placed(ask, busy, empty, quick, slow) == ("empty", "quick")
     assert placed(Ask(1000, 100, cached_tokens=held, ttft_seconds=60.0), busy, empty, quick, slow) == ("empty", "slow")
-    strict = Ask(1000, 100, cached_tokens=held, ttft_seconds=1.8, tpot_seconds=0.02)
+    strict = Ask(1000, 100, cached_tokens=held, ttft_seconds=2.2, tpot_seconds=0.02)
     placement = place(strict, View((busy, empty, quick, slow)), 0.0)
     assert isinstance(placement, Placed)
     assert placement.why.slo == "met"
