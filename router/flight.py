@@ -23,6 +23,7 @@ from router.decisions.retry import Progress
 from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS, NO_TARGETS, Targets
 
 STATES = ("queued", "prefill", "decode")
+_REFUSALS = frozenset({"Overloaded", "Draining", "NoWorkers", "InvalidRequest", "ContextLengthExceeded"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,11 @@ class Flight:
     @property
     def num_generated(self) -> int:
         return sum(sample.num_generated for sample in self._samples)
+
+    @property
+    def ran(self) -> bool:
+        """Whether some worker may have computed of it: not where all to whom it was given refused it."""
+        return self.placed is not None and (self.num_generated > 0 or self.outcome not in _REFUSALS)
 
     def progress(self) -> Progress:
         return Progress(self.key, self.decode, self.num_generated, self.excluded)

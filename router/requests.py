@@ -337,7 +337,7 @@ class Requests:
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
         self._flights.discard(flight)
-        self._turns.ended(flight.entrant, flight.num_generated, ran=flight.placed is not None)
+        self._turns.ended(flight.entrant, flight.num_generated, ran=flight.ran)
         self._let_go(flight, flight.ended_by_worker)
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)

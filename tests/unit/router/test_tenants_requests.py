@@ -8,7 +8,7 @@ import pytest
 from headrace import metrics
 from headrace.clock import ManualClock
 from headrace.costmodel import CostModel
-from headrace.errors import InvalidRequest, Overloaded, QuotaExceeded
+from headrace.errors import InternalError, InvalidRequest, Overloaded, QuotaExceeded
 from headrace.values import Load, Usage
 from router.decisions.admission import WORKER_BACKLOG, Rules
 from router.decisions.quotas import Quotas
@@ -47,6 +47,18 @@ async def test_a_tenants_quota_is_what_its_requests_came_to_and_each_decision_is
         kind: metric(metrics.TENANT_TOKENS, tenant="frugal", kind=kind) for kind in ("prompt", "cached", "generated")
     }
     assert kinds == {"prompt": 20, "cached": 4, "generated": 3}
+
+
+async def test_a_request_that_every_worker_refuses_costs_no_tokens_and_one_that_fails_its_prompt() -> None:
+    quotas = tenancy_of(Tenant("frugal", tokens_per_minute=100))
+    async with NullWorker() as worker, stage(worker, **quotas) as on:
+        for error, left in ((Overloaded("full"), 100), (InternalError("broken"), 90)):
+            task, request = await begin(on, worker, tenant="frugal", prompt=10)
+            worker.reject(request.key, error)
+            with pytest.raises(type(error)):
+                await task
+            (tokens,) = quotas["quotas"].slices("frugal")
+            assert left <= tokens.balance < left + 1
 
 
 @pytest.mark.parametrize("end", ["finished", "failed", "left", "left the queue"])
