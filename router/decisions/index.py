@@ -125,10 +125,12 @@ class Index:
         of a chain is one run, up to some block: often the last one, else its end is found by doubling, then halving. Looked
         at are those who hold its first block already, or expect it."""
         extended = dict(depths)
-        halves, reaches, overlay = chain.halves, chain.reaches, self.overlay
-        begun = dict.fromkeys(overlay.rooted(halves[0]), 0) if reaches(0) else {}
+        halves, reaches, expecting = chain.halves, chain.reaches, self.overlay.expecting
+        begun = dict.fromkeys(self.overlay.rooted(halves[0]), 0) if reaches(0) else {}
         for worker, first in (begun | depths).items():
-            expected, depth = overlay.expected(worker), first
+            expected, depth = expecting.get(worker), first
+            if not expected or (depth < len(halves) and halves[depth] not in expected):
+                continue  # as most often
             while reaches(depth) and (
                 halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
             ):

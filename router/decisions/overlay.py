@@ -40,9 +40,10 @@ class Overlay:
         """Blocks over all entries, confirmed ones with them until their entry ends."""
         return self._num_blocks
 
-    def expected(self, worker: str) -> dict[int, int]:
-        """Block → how many entries of the worker expect it. To be read, not kept."""
-        return self._expected.get(worker, _NOTHING)
+    @property
+    def expecting(self) -> dict[str, dict[int, int]]:
+        """By worker: block → how many of its entries expect it. To be read, not kept."""
+        return self._expected
 
     def rooted(self, half: int) -> Iterable[str]:
         """The workers with an entry that begins with this block. Whoever else expects it holds what comes before it."""
@@ -127,6 +128,3 @@ class Overlay:
             del self._by_worker[entry.worker], self._expected[entry.worker], self._num_blocks_of[entry.worker]
         if not of_request:
             del self._by_request[entry.request_id]
-
-
-_NOTHING: dict[int, int] = {}

@@ -5,7 +5,7 @@ from router.decisions.overlay import Overlay
 
 
 def expected(overlay: Overlay, worker: str = "a") -> set[int]:
-    return set(overlay.expected(worker))
+    return set(overlay.expecting.get(worker, ()))
 
 
 def test_an_entry_ends_block_by_block_as_events_confirm_it() -> None:
