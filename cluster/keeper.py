@@ -55,7 +55,7 @@ async def keep(
 
         async def desire() -> None:
             try:
-                await state.write_desired(configured(config, trusted=True))
+                await state.configure(configured(config, trusted=True))
             except StoreUnavailable as error:
                 raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
 

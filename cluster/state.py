@@ -1,8 +1,9 @@
 """The control plane's keys in Redis: who leads, what is desired, what is observed (design 5.4).
 
 `leader` is a lease on Redis time that only its holder renews. `desired` is written by whoever wants another cluster (an
-operator, the autoscaler), read by the leader, and rebuilt by it when it is lost. `observed` is written by the leader
-alone. Every call raises StoreUnavailable within the store's budget when Redis is away.
+operator, the autoscaler), read by the leader, and rebuilt by it when it is lost; `configured` is what a configuration last
+made of it. `observed` is written by the leader alone. Every call raises StoreUnavailable within the store's budget when
+Redis is away.
 """
 
 import json
@@ -23,6 +24,12 @@ _LEAD = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_CONFIGURE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], ARGV[1])
 return 1
 """
 _RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
@@ -90,6 +97,12 @@ class ControlState:
     async def write_desired(self, desired: Desired) -> None:
         await self._store.call(lambda redis: redis.set(self._keys.desired, encode_desired(desired)))
 
+    async def configure(self, desired: Desired) -> None:
+        """What a configuration asks for becomes what is desired, where it asks for something else than it last did: who
+        starts again with the same one takes back nothing that was scaled meanwhile."""
+        keys, asked = (self._keys.configured, self._keys.desired), encode_desired(desired)
+        await self._store.call(lambda redis: redis.eval(_CONFIGURE, 2, *keys, asked))
+
     async def observed(self) -> ObservedState | None:
         raw = await self._store.call(lambda redis: redis.get(self._keys.observed))
         return None if raw is None else decode_observed(raw)
@@ -99,7 +112,8 @@ class ControlState:
 
     async def forget(self) -> None:
         """The cluster is no more: its desired and observed state go. Worker keys end with their leases."""
-        await self._store.call(lambda redis: redis.delete(self._keys.desired, self._keys.observed, self._keys.leader))
+        keys = self._keys
+        await self._store.call(lambda redis: redis.delete(keys.desired, keys.configured, keys.observed, keys.leader))
 
 
 def configured(config: ClusterConfig, *, trusted: bool) -> Desired:

@@ -32,10 +32,10 @@ def command(
 ) -> None:
     """Keep the controller of the cluster that CONFIG describes on its Ray cluster, until SIGTERM.
 
-    What CONFIG says of pools becomes what is desired. Workers, routers and Redis are started and ended by others, and
-    serve on when this ends. Beside it, `headrace status`, `why`, `chat` and `generate` find the cluster. HTTP: /health,
-    /ready (a controller leads), /metrics (sizes of pools), /targets (where workers' metrics are, for Prometheus' HTTP
-    service discovery).
+    What CONFIG says of pools becomes what is desired, where it says something else than last time. Workers, routers and
+    Redis are started and ended by others, and serve on when this ends. Beside it, `headrace status`, `why`, `chat` and
+    `generate` find the cluster. HTTP: /health, /ready (a controller leads), /metrics (sizes of pools), /targets (where
+    workers' metrics are, for Prometheus' HTTP service discovery).
     """
     cluster = load(config)
     redis = cluster.redis.model_copy(update={"url": redis_url or cluster.redis.url})

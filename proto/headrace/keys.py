@@ -59,6 +59,10 @@ class Keys:
         return f"hr:{self.cluster}:desired"
 
     @property
+    def configured(self) -> str:
+        return f"hr:{self.cluster}:configured"
+
+    @property
     def observed(self) -> str:
         return f"hr:{self.cluster}:observed"
 

@@ -1,5 +1,6 @@
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,25 @@ async def test_the_leaders_lease_ends_by_itself(store: Store) -> None:
     assert await ControlState(store, cluster).lead("first")
     left = await store.call(lambda redis: redis.pttl(Keys(cluster).leader))
     assert 0 < left <= 5000
+
+
+@pytest.mark.redis
+async def test_a_configuration_that_did_not_change_takes_back_nothing_that_was_scaled(store: Store) -> None:
+    """A controller that Kubernetes moved drained what had been added under load."""
+    state = ControlState(store, f"c{uuid.uuid4().hex[:8]}")
+    await state.configure(DESIRED)
+    assert await state.desired() == DESIRED
+    pools = {name: replace(pool, replicas=pool.replicas + 7) for name, pool in DESIRED.pools.items()}
+    scaled = Desired(pools, DESIRED.trusted)
+    await state.write_desired(scaled)
+    await state.configure(DESIRED)
+    assert await state.desired() == scaled
+    other = Desired({name: replace(pool, replicas=1) for name, pool in DESIRED.pools.items()}, DESIRED.trusted)
+    await state.configure(other)
+    assert await state.desired() == other
+    await state.forget()
+    await state.configure(other)
+    assert await state.desired() == other
 
 
 @pytest.mark.redis
