@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -262,6 +263,34 @@ def test_a_killed_rank_fails_everything_at_once(layout: ParallelLayout) -> None:
     finally:
         worker.executor.close()
     assert all(child.returncode is not None for child in children(worker.executor))
+
+
+def test_what_rank_0_waits_for_is_given_up_when_another_rank_is_lost() -> None:
+    worker = Worker.of(ParallelLayout(2, 1), Toy(at_rank=0, hang_at=1))
+    step = worker.executor.step(worker.plan(range(4), (0,)))
+    children(worker.executor)[0].kill()
+    assert isinstance(step.exception(5), WorkerLost)
+    worker.executor.close()
+    assert worker.executor._rank0 is not None
+    assert not worker.executor._rank0._thread.is_alive()
+
+
+def test_what_another_rank_waits_for_is_given_up_when_rank_0_is_lost() -> None:
+    """As a Ray actor's rank, whose process goes on: no thread of it is left waiting."""
+    spec = spec_of(ParallelLayout(2, 1), token="secret")
+    rendezvous = listen("127.0.0.1", "secret")
+    limits = RankLimits(start_seconds=60, step_seconds=0.5, silent_seconds=60, close_seconds=1)
+    with ThreadPoolExecutor(1) as elsewhere:
+        joined = elsewhere.submit(rank_main, rendezvous.address, "secret", 1)
+        executor = build_executor(spec, rendezvous, make_runner=Toy(at_rank=1, hang_at=1), limits=limits)
+        rank1 = [thread for thread in threading.enumerate() if thread.name == "rank1"]
+        assert len(rank1) == 1
+        executor.step(Worker(executor).plan(range(4), (0,)))
+        assert "did not end step 1" in str(executor.failed.result(10))
+        assert isinstance(joined.exception(10), WorkerLost)
+        rank1[0].join(10)
+        assert not rank1[0].is_alive()
+        executor.close()
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(1, 1), ParallelLayout(2, 1)], ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, WorkerLost
 from workers.kv.layout import ModelShape, SlabLayout, shard
 from workers.kv.pool import KvPool
 from workers.ranks.rank import Launched, UnderWay
@@ -22,8 +22,9 @@ NUM_BLOCKS = 24
 
 @dataclass(frozen=True)
 class Toy:
-    """How a toy rank behaves. The rank `at_rank` fails while loading, or in the step of that number. Steps that are
-    `awaited` are those of a device: the odd ones are done there once the next was launched, and fail there too."""
+    """How a toy rank behaves. The rank `at_rank` fails while loading, or in the step of that number, or waits there for a
+    dead rank. Steps that are `awaited` are those of a device: the odd ones are done there once the next was
+    launched, and fail there too."""
 
     shape: ModelShape = SHAPE
     at_rank: int = -1
@@ -49,6 +50,7 @@ class ToyRunner:
     faulty: bool
     tables: dict[int, list[int]] = field(default_factory=dict)
     followed: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         shape = self.shape = self.toy.shape
@@ -70,7 +72,7 @@ class ToyRunner:
         pass
 
     def abandon(self) -> None:
-        pass
+        self.abandoned.set()
 
     def launch(self, plan: StepPlan) -> Launched:
         if not self.toy.awaited:
@@ -89,7 +91,8 @@ class ToyRunner:
         if self.faulty and plan.number == self.toy.raise_at:
             raise ValueError("a toy was told to fail")
         if self.faulty and plan.number == self.toy.hang_at:
-            threading.Event().wait()
+            self.abandoned.wait()
+            raise WorkerLost("a toy was told to wait no more")
         self.pool.set_epochs(plan.fresh)
         self.pool.copy_blocks(plan.copies)
         for end in plan.ends:
