@@ -1,4 +1,4 @@
-"""Slices of tenants' quotas, leased from Redis in the background: what a router may spend without asking (ADR 7).
+"""Slices of tenants' quotas, leased from Redis in the background: what a router may spend without asking (ADR 9).
 
 Each tenant's quotas are one hash in Redis. One script changes it, on Redis's own time: it refills what is unleased, takes
 back what routers do not need, and grants what they would like to hold, as far as there is some. A router that was not

@@ -9,7 +9,7 @@ a concurrency limit come back. How slices come about is `router.quota_leases`; h
                were routers when the store was last heard, or `unleased_fraction` where it never was; what comes so is told
                to the store as soon as it is heard, and taken off what it has to grant
 
-So no quota is exceeded while the store answers, and none while it is away for all; docs/adr/0007 has the bounds.
+So no quota is exceeded while the store answers, and none while it is away for all; docs/adr/0009 has the bounds.
 """
 
 from collections.abc import Iterable, Iterator
