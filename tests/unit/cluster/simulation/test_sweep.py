@@ -21,10 +21,10 @@ def met(rows: list[TraceRow], per_second: float) -> float:
 
 def test_capacity_is_least_loads_over_all_stretches_and_not_the_first_ones() -> None:
     light, heavy = stretch(100), stretch(700)
-    found = sweep.capacity(fleet(), [light, heavy], SLO, 1.0)
-    assert (met(light, found) + met(heavy, found)) / 2 >= 0.9
+    found = sweep.capacity(fleet(), [light, light, heavy], SLO, 1.0)
+    assert (2 * met(light, found) + met(heavy, found)) / 3 >= 0.9
     beyond = found * (1 + sweep.CAPACITY_STEP)
-    assert (met(light, beyond) + met(heavy, beyond)) / 2 < 0.9
+    assert (2 * met(light, beyond) + met(heavy, beyond)) / 3 < 0.9
     assert sweep.capacity(fleet(), [heavy], SLO, 1.0) < found < sweep.capacity(fleet(), [light], SLO, 1.0)
 
 
