@@ -25,6 +25,7 @@ MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
 BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass
 PRIORITY_SECONDS = 1.0  # a step of priority is worth as many tokens as all workers compute in this time
+OWED_SECONDS = 30.0  # of all workers' prefill: no turn of a tenant comes later than that for what was generated for it
 MIN_DEPARTURES = 8  # that say how fast the queue moves
 GUESSED_TOKEN_SECONDS = CostModel().prefill_token_seconds
 LEAST_TOKEN_SECONDS = 1e-7  # a fit may say that all the time of a step is in its base
@@ -257,7 +258,7 @@ class Admission:
         if victim is not None:
             pushed_out = PushedOut(victim.name, victim.tenant, self._full("pushed_out", now))
             self._queue.remove(victim.name)
-        self._queue.push(waiting, place)
+        self._queue.push(waiting, place, OWED_SECONDS * room.tokens_per_second)
         return Queued(num_ahead, pushed_out)
 
     def _too_late(self, entrant: Entrant, num_ahead: int) -> Shed | None:

@@ -2,8 +2,9 @@
 
 Among tenants: the next is always of the tenant that was served least, in tokens ÷ weight, since it has been waiting. One
 that joins starts level with the least served of those who wait, so nobody saves up by staying away; when nobody waits
-any more all accounts are closed. So of two who wait all the time each gets its weight's share of the tokens, whatever
-their prompts' lengths.
+any more all accounts are closed. What was generated for it counts too, but no more than `most_owed` against one turn: a
+tenant whose short prompts need no turn and get long answers would else never have one for a long prompt. So of two who
+wait all the time each gets its weight's share of the tokens, whatever their prompts' lengths.
 
 Within a tenant a newcomer goes to the end, and from there passes, one after another, those who are longer or have more time
 than it, as long as each of them can bear it: everybody lets at most `patience` tokens pass in all, and some more for each
@@ -41,6 +42,8 @@ class FairQueue:
         self._by_name: dict[str, Waiting] = {}
         self._lines: dict[str, list[Waiting]] = {}  # of tenants of whom somebody waits
         self._served: dict[str, float] = {}  # tokens ÷ weight, of this busy period
+        self._served_before: dict[str, float] = {}  # the same of those who wait, when they began to wait for this turn
+        self._most_owed = inf
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -60,11 +63,14 @@ class FairQueue:
             place -= 1
         return place
 
-    def push(self, waiting: Waiting, place: int) -> None:
+    def push(self, waiting: Waiting, place: int, most_owed: float = inf) -> None:
         """At the place that was just found for it."""
         tenant = waiting.tenant
+        self._most_owed = most_owed
         if tenant not in self._lines:
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served())
+            least = self._least_served()
+            self._served_before[tenant] = least
+            self._served[tenant] = min(max(self._served.get(tenant, 0.0), least), least + most_owed)
             self._lines[tenant] = []
         line = self._lines[tenant]
         for passed in line[place:]:
@@ -94,7 +100,9 @@ class FairQueue:
         """Takes the next one out, and charges its tenant."""
         waiting = self.head()
         assert waiting is not None, "nobody waits"
-        self._served[waiting.tenant] += waiting.num_tokens / self.weight(waiting.tenant)
+        tenant = waiting.tenant
+        self._served[tenant] += waiting.num_tokens / self.weight(tenant)
+        self._served_before[tenant] = self._served[tenant]
         self.remove(waiting.name)
         return waiting
 
@@ -106,7 +114,7 @@ class FairQueue:
         line = self._lines[waiting.tenant]
         line.remove(waiting)
         if not line:
-            del self._lines[waiting.tenant]
+            del self._lines[waiting.tenant], self._served_before[waiting.tenant]
         if not self._by_name:
             self._served.clear()
         return True
@@ -115,7 +123,8 @@ class FairQueue:
         """The tenant had so many tokens more than its prompts' own. Nothing is kept while nobody waits."""
         if self._by_name:
             served = self._served.get(tenant, self._least_served())
-            self._served[tenant] = served + num_tokens / self.weight(tenant)
+            most = self._served_before[tenant] + self._most_owed if tenant in self._lines else inf
+            self._served[tenant] = max(min(served + num_tokens / self.weight(tenant), most), served)
 
     def last_of_the_greediest(self) -> Waiting | None:
         """The last in order of the tenant that has most waiting for its weight."""

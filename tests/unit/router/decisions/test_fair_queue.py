@@ -10,10 +10,12 @@ from router.decisions.fair_queue import FairQueue, Waiting
 STEP = 1000.0
 
 
-def push(queue: FairQueue, name: str, tenant: str = "t", *, tokens: int = 1, **fields: Any) -> int:
+def push(
+    queue: FairQueue, name: str, tenant: str = "t", *, tokens: int = 1, most_owed: float = inf, **fields: Any
+) -> int:
     its = Waiting(name, tenant, 1, tokens, **fields)
     place = queue.place(its, 0.0, STEP)
-    queue.push(its, place)
+    queue.push(its, place, most_owed)
     return place
 
 
@@ -146,6 +148,21 @@ def test_generated_tokens_count_while_others_wait() -> None:
         push(queue, tenant, tenant)
     queue.charge("a", 10)
     assert names(queue) == ["b", "a"]
+
+
+def test_a_tenant_whose_short_prompts_need_no_turn_has_one_for_its_long_prompt() -> None:
+    """What was generated for them was owed for ever: while that went on faster than others were served, it starved."""
+    queue = FairQueue()
+    push(queue, "c", "c", tokens=100, most_owed=1000.0)
+    queue.charge("a", 10**7)
+    push(queue, "long", "a", tokens=100, most_owed=1000.0)
+    turns = 0
+    while (head := queue.head()) is not None and head.name != "long" and turns < 100:
+        push(queue, f"c{turns}", "c", tokens=100, most_owed=1000.0)  # somebody of c waits all the time
+        queue.pop()
+        queue.charge("a", 500)
+        turns += 1
+    assert turns == 11, "what it owes at most, and no more"
 
 
 def test_how_many_are_ahead_counts_the_own_and_the_others_turns() -> None:
