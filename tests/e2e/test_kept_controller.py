@@ -1,0 +1,142 @@
+"""`headrace controller` and `headrace drain`, as Kubernetes runs them: on a Ray cluster of others, with its token."""
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import secrets
+import signal
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.client import AsyncClient
+from tests.pods import HOST, Pod, Pods, answers, free_port, ray_head, running_pods, until
+from tests.tiny import make_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]
+
+HEADRACE = (sys.executable, "-m", "cluster.cli")
+PROMPT = [5 + (7 * at) % 240 for at in range(45)]
+POOLS = {
+    "prefill": {"role": "prefill", "rank_resources": {"CPU": 1, "pool-prefill": 1}},
+    "decode": {"role": "decode", "rank_resources": {"CPU": 1, "pool-decode": 1}},
+}
+# One node that has what the groups of both pools would have; its resources are quoted as KubeRay wants them.
+HEAD = {
+    "num-cpus": "2",
+    "num-gpus": "0",
+    "object-store-memory": "83886080",
+    "resources": json.dumps(json.dumps({"pool-prefill": 1, "pool-decode": 1})),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Everything but the controller runs."""
+
+    pods: Pods
+    config: pathlib.Path
+    ray: str
+    head: Pod
+    redis_url: str
+    grpc: str
+    router: str
+    http: str = ""
+
+    async def keeper(self, name: str) -> tuple[Pod, "Kept"]:
+        port = free_port()
+        options = (f"--redis-url={self.redis_url}", f"--ray-address={self.ray}", f"--http-port={port}")
+        where = (f"--router-http-url={self.router}", f"--router-grpc-address={self.grpc}")
+        pod = await self.pods.start(name, [*HEADRACE, "controller", str(self.config), *options, *where])
+        return pod, replace(self, http=f"http://{HOST}:{port}")
+
+    async def targets(self) -> list[dict[str, Any]]:
+        """Empty while it does not answer."""
+        found: list[dict[str, Any]] = []
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with contextlib.suppress(httpx.TransportError):
+                response = await client.get(f"{self.http}/targets")
+                found = response.json() if response.status_code == 200 else []
+        return found
+
+    async def path(self, salt: str) -> tuple[str, str]:
+        """Which workers answer a prompt that no cache knows."""
+        async with AsyncClient(self.grpc) as client:
+            async for part in client.generate(PROMPT, max_tokens=3, min_tokens=3, temperature=0.0, cache_salt=salt):
+                if part.path is not None:
+                    return part.path.prefill_worker, part.path.decode_worker
+        raise AssertionError("the stream ended without a path")
+
+
+async def test_a_keeper_comes_and_goes_and_what_serves_goes_on(tmp_path: pathlib.Path, redis_url: str) -> None:
+    """case 65: with the token of the Ray cluster; another keeper takes over; a host is drained; the head dies."""
+    model = make_checkpoint(tmp_path / "tiny", "llama")
+    http, grpc = free_port(), free_port()
+    config = {
+        "name": f"kept-{secrets.token_hex(4)}",
+        "model": str(model),
+        "pools": POOLS,
+        "engine": {"block_size": 8, "kv_bytes": 2**21, "max_num_seqs": 4, "max_step_tokens": 32},
+        "handoff": {"local_prefill_max_tokens": 0},
+        "redis": {"budget_seconds": 2.0},
+        "router": {"http_port": http, "grpc_port": grpc},
+    }
+    file = tmp_path / "headrace.yaml"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",
+        "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "5",
+    }
+    async with running_pods(tmp_path, **environment) as pods:
+        ray, head = await ray_head(pods, HEAD)
+        router = f"http://{HOST}:{http}"
+        await pods.start("router", [sys.executable, "-m", "router", str(file), f"--redis-url={redis_url}"])
+        keeper, kept = await Kept(pods, file, ray, head, redis_url, f"{HOST}:{grpc}", router).keeper("keeper-1")
+
+        async def both_serve() -> bool:
+            return await answers(f"{kept.http}/ready") and len(await kept.targets()) == 2
+
+        await until(both_serve)
+        await until(lambda: answers(f"{router}/ready"))
+
+        async def handed_over() -> bool:
+            return await kept.path(secrets.token_hex(4)) == ("prefill-0", "decode-0")
+
+        await until(handed_over)
+        seen = json.loads(await pods.run(*HEADRACE, "status", "--json"))
+        assert {worker["record"]["phase"] for worker in seen["workers"]} == {"ready"}
+
+        assert await keeper.end() == 0
+        await until(handed_over)
+        before = {
+            (w["record"]["worker_id"], w["record"]["generation"], w["record"]["address"]) for w in seen["workers"]
+        }
+
+        config["pools"] = {"decode": POOLS["decode"]}
+        file.write_text(json.dumps(config), encoding="utf-8")
+        keeper, kept = await kept.keeper("keeper-2")
+
+        async def one_serves() -> bool:
+            return [target["labels"]["worker"] for target in await kept.targets()] == ["decode-0"]
+
+        await until(one_serves)
+        seen = json.loads(await pods.run(*HEADRACE, "status", "--json"))
+        after = {(w["record"]["worker_id"], w["record"]["generation"], w["record"]["address"]) for w in seen["workers"]}
+        assert after == {worker for worker in before if worker[0] == "decode-0"}, "what serves was taken over as it was"
+
+        ((_, _, address),) = after
+        host = address.rpartition(":")[0]
+        drain = ("drain", str(file), f"--host={host}", f"--redis-url={redis_url}", "--json")
+        assert json.loads(await pods.run(*HEADRACE, *drain)) == {"decode-0": 0}
+        await until(lambda: answers(f"{router}/ready", 503))
+
+        await head.end(signal.SIGKILL)
+        async with asyncio.timeout(120):
+            assert await keeper.process.wait() == 1
+        assert "headrace: " in keeper.log.read_text(encoding="utf-8")
