@@ -139,7 +139,7 @@ class Edge:
         nothing between two looks, UNREAD_SECONDS apart."""
         self._draining = True
         stood_at: dict[Relay, int] = {}
-        while any(stood_at.get(relay) != relay.num_taken or not relay.waits_for_client for relay in self._relays):
+        while any(stood_at.get(relay) != relay.num_taken for relay in self._relays):
             stood_at = {relay: relay.num_taken for relay in self._relays if relay.waits_for_client}
             self._idle.clear()
             with suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ CONFIG = ClusterConfig(model="m", pools={"decode": PoolConfig(role="decode", rep
 class Pools:
     """Workers start at once, and drain when they are let go; what happens to them is noted in order."""
 
-    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    let_go: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     happened: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,7 +52,7 @@ class Pools:
 
     async def drain(self, worker_id: str, generation: int) -> None:
         self.note(f"{worker_id} drains")
-        await self.let_go.wait()
+        await self.let_go[worker_id].wait()
         self.note(f"{worker_id} is drained")
 
     def remove(self, worker_id: str, generation: int) -> None:
@@ -87,8 +88,12 @@ async def test_a_cluster_that_goes_down_waits_for_workers_that_drain_already(red
         await pools.until("decode-1 drains")
         controller.stop()
         await pools.until("decode-0 drains")
+        pools.let_go["decode-0"].set()
+        await pools.until("decode-0 is drained")
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert not any(what.endswith("is removed") for what in pools.happened)
-        pools.let_go.set()
+        pools.let_go["decode-1"].set()
         await asyncio.wait_for(running, 10)
     for name in ("decode-0", "decode-1"):
         assert pools.happened.index(f"{name} is drained") < pools.happened.index(f"{name} is removed")

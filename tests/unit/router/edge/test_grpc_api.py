@@ -6,6 +6,7 @@ import pkgutil
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import AsyncGeneratorType
 from typing import Any
 
 import grpc
@@ -262,6 +263,40 @@ async def test_a_client_that_waits_for_its_next_token_keeps_its_call(monkeypatch
         waiting.cancel()
         await asyncio.wait([waiting])
     assert len(looks) == 1
+
+
+async def test_case_60_a_drain_waits_for_a_stream_whose_next_token_is_long_in_coming(
+    tiny: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has taken all there is: that is no client who does not read."""
+    monkeypatch.setattr(common, "UNREAD_SECONDS", 0.01)
+    looks = asyncio.Semaphore(0)
+
+    def looked(relay: common.Relay) -> bool:
+        looks.release()
+        return isinstance(relay.pieces, AsyncGeneratorType) and not relay.pieces.ag_running
+
+    monkeypatch.setattr(common.Relay, "waits_for_client", property(looked))
+    core = Scripted(tiny, ANSWER, gate=asyncio.Semaphore(0))
+    server, port = open_server("127.0.0.1", 0, 2**20)
+    edge = make_edge(tiny, core, clock=SystemClock())
+    add_services(server, edge)
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client, asyncio.timeout(10):
+            parts = client.generate("hi", max_tokens=3)
+            await anext(parts)
+            drained = asyncio.create_task(edge.drain())
+            for _ in range(5):
+                await looks.acquire()
+            assert not drained.done()
+            assert core.gate is not None
+            for _ in range(3):
+                core.gate.release()
+            assert [part.finish_reason async for part in parts][-1] == "length"
+            await drained
+    finally:
+        await server.stop(None)
 
 
 async def test_a_deadline_travels_as_time_left(tiny: Text) -> None:

@@ -1,9 +1,12 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
 
+from headrace import wire
 from headrace.clock import ManualClock
 from headrace.errors import (
     DeadlineExceeded,
@@ -15,8 +18,8 @@ from headrace.errors import (
     StaleBlocks,
     TransferFailed,
 )
-from headrace.v1 import control_pb2
-from headrace.values import FinishReason, PrefillTarget, RequestKey, Role, SequenceOutput
+from headrace.v1 import control_pb2, transfer_pb2, transfer_pb2_grpc
+from headrace.values import FinishReason, PrefillTarget, RequestKey, Role, SequenceOutput, Ticket
 from tests.session import Answer, Router
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
@@ -31,6 +34,7 @@ from tests.unit.workers.rig import (
     a_worker,
     answer_alone,
 )
+from workers.handoff import messages
 from workers.handoff.puller import Announced
 from workers.scheduling.scheduler import ChunkDone, Expected
 from workers.streams import RouterStream
@@ -437,12 +441,31 @@ async def test_a_lost_ticket_is_noticed_and_placed_again(how: str) -> None:
         await both_idle(prefill, decode)
 
 
-async def test_a_pin_whose_announcement_was_lost_ends() -> None:
+async def test_a_pin_whose_announcement_was_lost_ends(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its puller, who waits for it, asks after the ticket, and must not keep the pin alive by that."""
     brief = HANDOFF.model_copy(update={"pin_seconds": 0.2, "transfer_seconds": 600.0})
-    async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+    async with (
+        a_pair(handoff=brief, prefill_clock=clock) as (prefill, decode),
+        decode.router() as router,
+        asyncio.timeout(20),
+    ):
+        source, asked = prefill.worker._source, asyncio.Semaphore(0)
+        renew = source.renew
+
+        def noted(*given: Any, **named: Any) -> None:
+            renew(*given, **named)
+            asked.release()
+
+        monkeypatch.setattr(source, "renew", noted)
         await prefill.faults(Fault(point="announce", action="drop"))
         answer = router.submit(a_request(length=6, prefill=prefill.target))
+        while not prefill.counts.pinned:
+            await prefill.worker.changed()
+        clock.advance(0.15)
+        while not asked.locked():
+            await asked.acquire()
+        await asked.acquire()
+        clock.advance(0.1)
         await answer.until(lambda answer: answer.lost)
         await answer_to_peer_lost(router, answer, None)
         await answer.end()
@@ -489,6 +512,26 @@ async def test_case_52_requests_parked_on_a_dead_prefill_worker_hold_up_nobody()
             assert isinstance((await answer.end()).error, DeadlineExceeded)
         prefill.executor.go_steps.set()
         await both_idle(prefill, decode)
+
+
+async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:
+    """It is frozen, or its host is gone: its connection stands. What is not computed yet has no pin that would end."""
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    handoff = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
+    async with a_worker("p0", role=Role.PREFILL, executor=executor, handoff=handoff) as rig:
+        call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
+        hello = replace(rig.worker._hello, worker_id="d0")
+        await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
+        ticket = Ticket(a_request(length=20), 0, "r0")
+        await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
+        while not rig.worker.num_requests:
+            await rig.worker.changed()
+        async with asyncio.timeout(10):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            executor.go_steps.set()
+            await rig.idle()
 
 
 DIFFERENT: dict[str, object] = {
