@@ -12,6 +12,7 @@ class Listeners:
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox[Any]] = {}
         self._numbers: dict[str, range] = {}
+        self._submitted_as: dict[str, int] = {}  # attempts
         self._samples: dict[int, tuple[Mailbox[Any], int]] = {}
         self._next_number = 1
 
@@ -24,6 +25,7 @@ class Listeners:
         first = self._next_number
         self._next_number += num_samples
         self._mailboxes[request_id] = mailbox
+        self._submitted_as[request_id] = mailbox.key.attempt
         self._numbers[request_id] = range(first, self._next_number)
         self._samples.update((first + index, (mailbox, index)) for index in range(num_samples))
         return first
@@ -31,12 +33,13 @@ class Listeners:
     def remove(self, request_id: str) -> Mailbox[Any] | None:
         for number in self._numbers.pop(request_id, ()):
             del self._samples[number]
+        self._submitted_as.pop(request_id, None)
         return self._mailboxes.pop(request_id, None)
 
     def clear(self) -> list[Mailbox[Any]]:
         """Removes all; returns them."""
         mailboxes = list(self._mailboxes.values())
-        for listeners in (self._mailboxes, self._numbers, self._samples):
+        for listeners in (self._mailboxes, self._numbers, self._submitted_as, self._samples):
             listeners.clear()
         return mailboxes
 
@@ -44,6 +47,14 @@ class Listeners:
         """The request's, if it is the attempt that counts."""
         mailbox = self._mailboxes.get(key.request_id)
         return mailbox if mailbox is not None and mailbox.key.attempt == key.attempt else None
+
+    def computed(self, key: worker_pb2.RequestKey) -> Mailbox[Any] | None:
+        """The request's whose tokens these are: of the attempt that was submitted here, or of what it became. A worker that
+        waited too long for another prefill worker computes alone, under the name that it knows."""
+        mailbox = self._mailboxes.get(key.request_id)
+        if mailbox is None or not self._submitted_as[key.request_id] <= key.attempt <= mailbox.key.attempt:
+            return None
+        return mailbox
 
     def sample(self, number: int) -> tuple[Mailbox[Any], int] | None:
         """The request's, and which of its samples that is."""

@@ -107,7 +107,7 @@ class Pacer:
 class Mailbox(Generic[T]):
     """Owned by one request, which alone takes; the session of its decode worker alone feeds.
 
-    `key` names the attempt that counts: what is said of an older one is dropped by the session. `relay` makes of outputs
+    `key` names the attempt that counts: that an older one failed is dropped by the session. `relay` makes of outputs
     what the request takes; where the request waits already, it is called as the outputs come, so that all requests of a
     worker's step have only their writing left to do, one right after the other. `heard_all` is called once there is no
     more to hear, however slowly it will be taken: True when the last of `num_samples` finishes is here, False when no

@@ -136,7 +136,7 @@ class Session:
 
     def _hear_step(self, step: worker_pb2.StepOutputs) -> None:
         for output in step.outputs:
-            mailbox = self._listeners.find(output.key)
+            mailbox = self._listeners.computed(output.key)
             if mailbox is not None:
                 mailbox.feed(wire.output_from_pb(output, mailbox.key))
         for number, token_id, count in zip(step.samples[:], step.token_ids[:], step.num_generated[:], strict=True):

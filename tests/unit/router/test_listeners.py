@@ -40,5 +40,9 @@ def test_a_second_attempt_on_the_same_worker_takes_the_place_of_the_first() -> N
     assert listeners.sample(number) is None
     assert listeners.find(wire.key_to_pb(RequestKey("a", 1))) is None
     assert listeners.find(wire.key_to_pb(RequestKey("a", 2))) is again
+    assert listeners.computed(wire.key_to_pb(RequestKey("a", 1))) is None
+    again.key = RequestKey("a", 3)
+    assert listeners.computed(wire.key_to_pb(RequestKey("a", 2))) is again
+    assert listeners.computed(wire.key_to_pb(RequestKey("a", 4))) is None
     assert listeners.clear() == [again]
     assert len(listeners) == 0

@@ -22,6 +22,7 @@ from headrace.errors import (
     WorkerLost,
 )
 from headrace.keys import Event, EventKind, Snapshot
+from headrace.v1 import worker_pb2
 from headrace.values import (
     FinishReason,
     Load,
@@ -271,6 +272,24 @@ async def test_why_is_worked_out_when_somebody_asks_and_not_at_the_end_of_every_
         assert (len(explanation.whys), asked) == (1, [10])
 
 
+async def test_a_decode_worker_that_waited_too_long_for_another_prefill_worker_is_heard_under_the_old_name() -> None:
+    """Its first token was dropped, and those that came by number were not: they did not add up."""
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        task, request = await begin(on, decode)
+        decode.lose_peer(request.key, "p")
+        assert (await asyncio.wait_for(decode.places.get(), 10))[0] == request.key.next_attempt()
+        decode.emit(request.key, ids("a"), num_generated=1, usage=Usage(10, 1))
+        decode.say(wire_step(1, ord("b"), 2))
+        decode.emit(request.key, ids("c"), num_generated=3, finish=LENGTH, usage=Usage(10, 3))
+        assert "".join(piece.text for piece in await asyncio.wait_for(task, 10)) == "abc"
+
+
+def wire_step(number: int, token_id: int, num_generated: int) -> worker_pb2.WorkerMessage:
+    step = worker_pb2.StepOutputs(samples=[number], token_ids=[token_id], num_generated=[num_generated])
+    return worker_pb2.WorkerMessage(outputs=step)
+
+
 async def test_a_lost_prefill_worker_is_replaced_under_the_next_attempt() -> None:
     prefill, decode = pair()
     other = NullWorker(worker_info("q", Role.PREFILL))
@@ -281,7 +300,7 @@ async def test_a_lost_prefill_worker_is_replaced_under_the_next_attempt() -> Non
         key, placed = await asyncio.wait_for(decode.places.get(), 10)
         assert key == RequestKey(request.key.request_id, 2)
         assert {placed, request.prefill.worker_id} == {"p", "q"}
-        decode.emit(request.key, ids("x"), num_generated=1)  # the old attempt: dropped
+        decode.emit(RequestKey(request.key.request_id, 0), ids("x"), num_generated=1)  # never submitted: dropped
         decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
         (piece,) = await task
         assert piece.text == "a"

@@ -75,7 +75,7 @@ async def test_what_is_said_of_an_older_attempt_or_of_nobody_is_dropped() -> Non
     async with NullWorker() as worker, stage(worker) as on:
         mailbox, request = submit(on, "null")
         mailbox.key = request.key.next_attempt()
-        worker.emit(request.key, [1], num_generated=1)
+        worker.emit(RequestKey(request.key.request_id, request.key.attempt - 1), [1], num_generated=1)
         worker.emit(RequestKey("nobody"), [1], num_generated=1)
         worker.lose_peer(request.key, "p")
         worker.emit(mailbox.key, [2], num_generated=1, finish=FinishReason.STOP)
