@@ -80,6 +80,7 @@ class Follow:
         self._behind: dict[str, tuple[int, int]] = {}
         self._read_again: set[str] = set()  # since the last scan
         self._found = False
+        self._failing = False
         sessions.seek(self._fixed)
         sessions.listen(self._heard_of)
 
@@ -90,6 +91,9 @@ class Follow:
             try:
                 await self.scan()
                 _AWAY.set(0)
+                if self._failing:
+                    log.warning("the index is followed again")
+                    self._failing = False
                 await self._sweep()
                 while (left := scanned_at + self._scan_seconds - self._clock.now()) > 0:
                     await self.read(left)
@@ -97,7 +101,9 @@ class Follow:
                 if isinstance(error, ConfigError) and not self._found:
                     raise  # from the start it is not what it must be
                 _AWAY.set(1)
-                log.warning("the index is not followed just now: %s", error)
+                if not self._failing:  # the first of a row
+                    log.warning("the index is not followed just now: %s", error)
+                self._failing = True
                 await self._sweep()  # what was read in vain
                 await asyncio.sleep(self._scan_seconds / 2)
 

@@ -104,6 +104,7 @@ class QuotaLeases:
         self._sync_seconds = sync_seconds
         self._idle_seconds = min(max(2 * sync_seconds, len(quotas.tenants) / IDLE_TENANTS_A_SECOND), lease_seconds / 4)
         self._asked_at: dict[str, float] = {}
+        self._failing = False
 
     async def run(self) -> None:
         """Leases until cancelled, and then gives back what is left. The first round is the caller's: before it nothing is
@@ -128,9 +129,15 @@ class QuotaLeases:
             if isinstance(error, ConfigError) and not self._asked_at:
                 raise
             _LEASES.labels("failed").inc()
-            log.warning("quotas are not leased just now: %s", error)
+            if not self._failing:  # the first of a row
+                log.warning("quotas are not leased just now: %s", error)
+            self._failing = True
             for tenant in left:
                 self._quotas.unheard(tenant, now)
+            return
+        if self._failing:
+            log.warning("quotas are leased again")
+            self._failing = False
 
     async def _lease(self, tenants: Sequence[str]) -> None:
         """For these, in one round trip."""

@@ -48,7 +48,7 @@ async def test_a_frozen_redis_leaves_the_mirror_and_is_followed_again_when_it_th
         assert on.held("a") == {0, 1, 2, 4}
 
 
-async def test_the_loop_goes_on_through_a_dead_redis() -> None:
+async def test_the_loop_goes_on_through_a_dead_redis_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncExitStack() as stack:
         with ValkeyServer(port=free_port()) as server:
             port = server.port
@@ -72,6 +72,8 @@ async def test_the_loop_goes_on_through_a_dead_redis() -> None:
                     on.index.applied.clear()
                     await on.index.applied.wait()
             assert not following.done()
+    said = [line.split(":")[0] for line in caplog.messages if line.startswith("the index is")]
+    assert said[:2] == ["the index is not followed just now", "the index is followed again"]
 
 
 def a_cluster_that_moved() -> tuple[ValkeyServer, ValkeyServer]:

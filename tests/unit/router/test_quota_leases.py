@@ -306,6 +306,22 @@ async def test_tenants_that_are_idle_are_asked_about_seldom(store: Store) -> Non
     assert cut.num_calls == before + 1
 
 
+async def test_a_redis_that_is_away_is_logged_when_it_goes_and_when_it_is_back(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two lines a second, from each router, for as long as it was away."""
+    cut = Cut(store)
+    (router,) = routers(1, cut, Tenant("t", requests_per_minute=600))
+    cut.away = True
+    for _ in range(5):
+        await router.sync()
+    cut.away = False
+    for _ in range(5):
+        router.accepted(1)
+        await router.sync()
+    assert caplog.messages == ["quotas are not leased just now: away", "quotas are leased again"]
+
+
 async def test_a_redis_that_dies_holds_up_nothing() -> None:
     server = ValkeyServer()
     server.start()
