@@ -9,27 +9,28 @@ from cluster.simulation.cards import Card
 from headrace.costmodel import CostModel
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
-NUM_BLOCKS = 13_000
 BLOCK_BYTES = 4 * 2**20
+NUM_BLOCKS = {"h100": 13_000, "h200": 26_000}  # what 80 GB and 141 GB leave beside 16 GB of weights, with a margin
 
 
-def h100(folder: pathlib.Path = BENCHMARKS) -> Card:
-    """One H100 with the Llama-3.1-8B shape in bfloat16, blocks of 32 tokens. The link was measured on H200, whose NVLink
-    is the same."""
-    engine, kernels = _rows(folder / "engine-h100.json"), _rows(folder / "kernels-h100.json")
+def measured(name: str, folder: pathlib.Path = BENCHMARKS) -> Card:
+    """One GPU of this name with the Llama-3.1-8B shape in bfloat16, blocks of 32 tokens. The link was measured on H200: an
+    H100 has the same NVLink."""
+    engine, kernels = _rows(folder / f"engine-{name}.json"), _rows(folder / f"kernels-{name}.json")
     pull = _rows(folder / "kernels-h200-pull.json")
     wanted = ("prefill_1024", "prefill_4096", "ttft_1024", *(f"decode_b{batch}" for batch in cards.DECODE_BATCHES))
     figures = {
-        **{name: engine[name] for name in wanted},
+        **{row: engine[row] for row in wanted},
         "attention_bytes_per_second": kernels["decode_b128_1k_fraction"] * kernels["copy_gbps"] * 1e9,
         "pull_16mib_gbps": pull["pull_16mib_gbps"],
         "pull_512mib_gbps": pull["pull_512mib_gbps"],
     }
     source = (
-        "fitted from docs/benchmarks: engine-h100.json (decode_b*, prefill_*, ttft_1024), kernels-h100.json (bandwidth of "
-        "decode attention), kernels-h200-pull.json (link); num_blocks: what 80 GB leave beside 16 GB of weights"
+        f"fitted from docs/benchmarks: engine-{name}.json (decode_b*, prefill_*, ttft_1024), kernels-{name}.json "
+        "(bandwidth of decode attention), kernels-h200-pull.json (link); num_blocks: what its memory leaves beside "
+        "16 GB of weights"
     )
-    return Card("h100", source, cost_of(figures), NUM_BLOCKS, BLOCK_BYTES, figures)
+    return Card(name, source, cost_of(figures), NUM_BLOCKS[name], BLOCK_BYTES, figures)
 
 
 def cost_of(figures: Mapping[str, float]) -> CostModel:
@@ -46,5 +47,5 @@ def _rows(path: pathlib.Path) -> Mapping[str, float]:
 
 
 if __name__ == "__main__":
-    card = h100()
-    (cards.FOLDER / f"{card.name}.json").write_text(json.dumps(card.as_json(), indent=1) + "\n", encoding="utf-8")
+    for card in map(measured, NUM_BLOCKS):
+        (cards.FOLDER / f"{card.name}.json").write_text(json.dumps(card.as_json(), indent=1) + "\n", encoding="utf-8")
