@@ -53,10 +53,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(url: str, sessions: Sessions | None = None) -> AsyncIterator[Scene]:
+async def scene(url: str, sessions: Sessions | None = None, *, budget_seconds: float = 0.5) -> AsyncIterator[Scene]:
     clock = SystemClock()
     redis = Redis.from_url(url)
-    store = stores.connect(url, budget_seconds=0.5, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
+    store = stores.connect(url, budget_seconds=budget_seconds, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
     await redis.flushall()
     index, gone = Watched(), list[str]()
     sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)

@@ -224,7 +224,7 @@ class Interrupted:
 async def test_a_large_set_is_read_in_slices_while_it_changes(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    async with scene(redis_url) as on:
+    async with scene(redis_url, budget_seconds=20.0) as on:
         worker = on.publisher("a")
         await worker.lease()
         await worker.store(range(20_000))
@@ -262,7 +262,7 @@ async def test_a_large_set_is_read_in_slices_while_it_changes(
 
 
 async def test_many_events_at_once_leave_the_streams_their_turn(redis_url: str) -> None:
-    async with scene(redis_url) as on:
+    async with scene(redis_url, budget_seconds=20.0) as on:
         worker = on.publisher("a")
         await worker.lease()
         await worker.store([0])

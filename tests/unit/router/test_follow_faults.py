@@ -267,7 +267,7 @@ class Flapping:
 
 
 async def test_a_set_that_is_read_in_vain_again_and_again_takes_no_more_memory_each_time(redis_url: str) -> None:
-    async with scene(redis_url) as on:
+    async with scene(redis_url, budget_seconds=20.0) as on:
         worker = on.publisher("a")
         await worker.lease()
         await worker.store(range(10_000))
