@@ -123,19 +123,20 @@ async def test_case_05_an_abort_between_the_chunks_of_a_prompt(stage: Stage) -> 
 
 async def test_case_07_one_cancel_in_mid_transfer_ends_that_request_alone(stage: Stage) -> None:
     async with stage.decoding(Fault(point="pull", action="pause")):
-        asking = [(await stage.hand_over(30))[1] for _ in range(3)]
+        # No third one: with two on its way the prefill worker is busy for as long as the decode worker would stall others.
+        cancelled, kept = [(await stage.hand_over(30))[1] for _ in range(2)]
 
-        async def all_in_transfer() -> bool:
+        async def both_in_transfer() -> bool:
             handing = (await stage.worker_samples("d0"))[metrics.IN_FLIGHT, "handoff"]
-            return handing == 3 and (await stage.worker_samples("p0"))[metrics.KV_BLOCKS, "pinned"] > 0
+            return handing == 2 and (await stage.worker_samples("p0"))[metrics.KV_BLOCKS, "pinned"] > 0
 
-        await until(all_in_transfer)
-        asking[1].cancel()
-        await asyncio.wait([asking[1]])
+        await until(both_in_transfer)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
         await stage.d0.faults()
-        done = await asyncio.gather(*asking, return_exceptions=True)
-    assert isinstance(done[1], asyncio.CancelledError)
-    assert all(answer.choices[0].finish_reason == "length" for answer in (done[0], done[2])), done
+        answer = await kept
+    assert cancelled.cancelled()
+    assert answer.choices[0].finish_reason == "length"
     assert stage.d0.process.process.returncode is None
     assert stage.p0.process.process.returncode is None
 
