@@ -168,15 +168,15 @@ class Stage:
         await self.until_ready()
 
     @asynccontextmanager
-    async def decoding(self, *faults: Any, step_seconds: float = 0.02) -> AsyncIterator[None]:
+    async def decoding(self, *faults: Any, step_seconds: float = 0.02) -> AsyncIterator[list[Any]]:
         """The decode worker is busy with slow streams, beside the `faults`: it is likelier then to leave prompts to the
-        prefill worker, since there is somebody whom a prefill would hold up."""
+        prefill worker, since there is somebody whom a prefill would hold up. Gives their streams."""
         slow = Fault(point="step", action="delay", seconds=step_seconds)
         await self.d0.faults(slow)
         live = [await self.ask(f"live{number}", 5, max_tokens=500, stream=True) for number in range(2)]
         try:
             await self.d0.faults(slow, *faults)
-            yield
+            yield live
         finally:
             for stream in live:
                 await stream.close()
