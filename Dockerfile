@@ -1,6 +1,8 @@
 # syntax=docker/dockerfile:1
 # One image for router, controller and workers. `--target cpu` has torch for CPUs, `--target cuda` that for CUDA 13, with
-# what compiles kernels at a first start. Everything is pinned by constraints.txt, but CUDA's torch by TORCH below.
+# what compiles kernels at a first start. `--build-arg TORCH_INDEX=…` names torch's own index of the builds for that target
+# (its installation page has it); without one the default build is taken, which is CUDA's for both. Everything is pinned by
+# constraints.txt, but CUDA's torch by TORCH below.
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim-bookworm AS source
@@ -17,17 +19,19 @@ RUN python -m venv /opt/headrace \
     && /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt uv
 
 FROM source AS build-cpu
+ARG TORCH_INDEX=
 RUN /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt \
-        --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
     && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
         --constraint constraints.txt --build-constraint constraints.txt . "ray[default,client]"
 
 FROM source AS build-cuda
 ARG TORCH=2.11.0
+ARG TORCH_INDEX=
 # torch, triton and their CUDA are a set of their own: not those of constraints.txt, which are for CPUs.
 RUN grep -vE '^(torch|triton|setuptools|sympy|networkx|fsspec)==' constraints.txt > /build/constraints-cuda.txt \
-    && /opt/headrace/bin/pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cu130 \
-        --extra-index-url https://pypi.org/simple "torch==${TORCH}" \
+    && /opt/headrace/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        "torch==${TORCH}" \
     && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
         --constraint constraints-cuda.txt ".[gpu]" "ray[default,client]"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environment named (default .venv), with PYTHON (default python3): torch first, for the CPU, so that
-# nothing else pulls a CUDA build of it. Everything is pinned by constraints.txt, what builds this package included.
+# Makes the virtual environment named (default .venv), with PYTHON (default python3): torch first, from where
+# pip is told to look, so that nothing else pulls another build of it. Everything is pinned by constraints.txt, what builds this package included.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
@@ -18,16 +18,8 @@ fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo "setup: installs into $(realpath "$venv"); a minute where the network is quick" >&2
-# On Linux PyPI's torch is a CUDA build of gigabytes. torch's own index has the CPU's, and is asked too unless pip was told
-# where to look; its version sorts first. Where it cannot be reached, PyPI's is taken.
-cpu_index=https://download.pytorch.org/whl/cpu
-asked_too=()
-if [ "$(uname -s)" = Linux ] && ! "$venv/bin/python" -m pip config list | grep -qE '(find-links|index-url)='; then
-    asked_too=(--extra-index-url "$cpu_index" --retries 1 --timeout 20)
-fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-    ${asked_too[@]+"${asked_too[@]}"} uv torch
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv torch
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" \
     --constraint constraints.txt --build-constraint constraints.txt --editable ".[dev]"
-"$venv/bin/python" tools/torch_build.py "$cpu_index" >&2
+"$venv/bin/python" tools/torch_build.py >&2
 echo "setup: done; . $(realpath --relative-to=. "$venv")/bin/activate puts headrace on the path" >&2

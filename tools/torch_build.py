@@ -1,4 +1,4 @@
-"""Says so when the installed torch is not the CPU's: `python tools/torch_build.py INDEX`, where INDEX has that one."""
+"""Says so when the installed torch is not the CPU's: `python tools/torch_build.py`."""
 
 import importlib.util
 import pathlib
@@ -20,9 +20,9 @@ def main() -> None:
     version, cuda = cuda_of(pathlib.Path(spec.origin).with_name("version.py"))
     if cuda is not None:
         print(
-            f"setup: torch {version} is a build for CUDA {cuda}: it runs on the CPU too, and takes gigabytes. For the "
-            f"CPU's: {sys.executable} -m pip install --index-url {sys.argv[1]} --force-reinstall torch=="
-            f"{version.partition('+')[0]}"
+            f"setup: torch {version} is a build for CUDA {cuda}: it runs on the CPU too, and takes gigabytes. torch's own "
+            f"index for CPUs (its installation page names it) has a smaller one: {sys.executable} -m pip install "
+            f"--index-url INDEX --force-reinstall torch=={version.partition('+')[0]}"
         )
 
 

@@ -83,6 +83,7 @@ async def test_case_59_a_frozen_worker_makes_the_router_unready_within_its_bound
 async def test_case_59_a_worker_that_stands_still_says_so_within_its_bound_and_the_router_names_it(
     stage: Stage,
 ) -> None:
+    await stage.d0.faults(Fault(point="step", action="delay", seconds=0.05))
     stream = await stage.ask("stands", 20, max_tokens=60, stream=True)
     await anext(stream)
     await stage.d0.faults(Fault(point="step", action="pause"))
