@@ -155,7 +155,7 @@ async def test_a_new_controller_takes_over_what_serves_and_what_redis_lost(
         store = connect(cluster.session.redis_url, 2.0)
         await store.call(lambda redis: redis.flushall())
         await store.close()
-        snapshot = await until(cluster, all_ready)
+        snapshot = await until(cluster, lambda snapshot: all_ready(snapshot) and bool(snapshot.desired))
         assert generations(snapshot) == {"prefill-0": 1, "decode-0": 1}, "nothing that served was touched"
         assert snapshot.desired == {"prefill": 1, "decode": 1}
         assert await asyncio.to_thread(ray.get, actor(NAME).ping.remote()) != first
