@@ -101,7 +101,7 @@ async def test_case_59_a_worker_that_stands_still_says_so_within_its_bound_and_t
     chunks = [chunk async for chunk in stream]
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
     await stage.until_ready()
-    assert await serving(stage.d0.process.address)
+    await until(lambda: serving(stage.d0.process.address), 5)
 
 
 async def test_case_59_a_step_that_raises_ends_the_worker_and_tells_its_requests(stage: Stage) -> None:
