@@ -16,13 +16,11 @@ from typing import Literal
 from headrace.costmodel import CostModel
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidRequest, NoWorkers, Overloaded, QuotaExceeded
 from router.decisions.fair_queue import FairQueue, Waiting
-from router.decisions.quotas import Exceeded, Kind, Quotas
+from router.decisions.quotas import Exceeded, Kind, Quotas, worth_asking_after
 from router.decisions.tenants import DEFAULT_TENANT, NO_TARGETS, Targets, Tenancy
 from router.decisions.view import View
 
 WORKER_BACKLOG = 8
-MIN_RETRY_SECONDS = 1.0
-MAX_RETRY_SECONDS = 60.0
 BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass
 PRIORITY_SECONDS = 1.0  # a step of priority is worth as many tokens as all workers compute in this time
 OWED_SECONDS = 30.0  # of all workers' prefill: no turn of a tenant comes later than that for what was generated for it
@@ -167,7 +165,6 @@ class Admission:
         self._queue = FairQueue({name: tenant.weight for name, tenant in tenants.items()})
         self._promised: dict[str, _Promise] = {}
         self._pace = _Pace()
-        self._last_admissions: deque[float] = deque(maxlen=32)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -180,10 +177,10 @@ class Admission:
         if refused is not None:
             return refused
         if not len(self._queue) and self._fits(entrant.num_sequences, room):
-            return self._over_quota(entrant, now) or self._admitted(entrant, entrant.num_prompt_tokens, now)
+            return self._over_quota(entrant, now) or self._admitted(entrant, entrant.num_prompt_tokens)
         num_tokens = uncached() if uncached is not None else entrant.num_prompt_tokens
         if self._needs_no_prefill_worker(entrant, room, num_tokens):
-            return self._over_quota(entrant, now) or self._admitted(entrant, num_tokens, now)
+            return self._over_quota(entrant, now) or self._admitted(entrant, num_tokens)
         return self._queued(entrant, room, now, num_tokens)
 
     def admit(self, view: View, now: float) -> list[str]:
@@ -195,7 +192,7 @@ class Admission:
         while (head := self._queue.head()) is not None and self._fits(head.num_sequences, room):
             self._queue.pop()
             room.take(head.num_sequences, head.num_tokens)
-            self._promise(head.name, head.num_sequences, head.num_tokens, now)
+            self._promise(head.name, head.num_sequences, head.num_tokens)
             self._pace.departures.append(now)
             admitted.append(head.name)
         self._forget_pace()
@@ -250,13 +247,13 @@ class Admission:
         if len(self._queue) >= self._rules.max_queue:
             victim = self._gives_way_to(entrant)
             if victim is None:
-                return self._full("queue_full", now)
+                return self._full("queue_full")
         refused = self._over_quota(entrant, now)
         if refused is not None:
             return refused
         pushed_out = None
         if victim is not None:
-            pushed_out = PushedOut(victim.name, victim.tenant, self._full("pushed_out", now))
+            pushed_out = PushedOut(victim.name, victim.tenant, self._full("pushed_out"))
             self._queue.remove(victim.name)
         self._queue.push(waiting, place, OWED_SECONDS * room.tokens_per_second)
         return Queued(num_ahead, pushed_out)
@@ -265,7 +262,7 @@ class Admission:
         seconds = self._pace.seconds_for(num_ahead)
         if seconds is None or seconds < entrant.seconds_left:
             return None
-        retry = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        retry = worth_asking_after(seconds)
         message = f"its turn would come in about {seconds:.1f} s, and it has {entrant.seconds_left:.1f} s"
         error = Overloaded(
             message, retry_after_seconds=retry, limit=f"{entrant.seconds_left:.3f}", actual=f"{seconds:.3f}"
@@ -280,20 +277,13 @@ class Admission:
         theirs = queue.num_of(victim.tenant) / queue.weight(victim.tenant)
         return victim if (queue.num_of(entrant.tenant) + 1) / queue.weight(entrant.tenant) < theirs else None
 
-    def _full(self, reason: Literal["queue_full", "pushed_out"], now: float) -> Shed:
-        seconds, number, limit = self._retry_after_seconds(now), len(self._queue), self._rules.max_queue
+    def _full(self, reason: Literal["queue_full", "pushed_out"]) -> Shed:
+        number, limit = len(self._queue), self._rules.max_queue
+        seconds = worth_asking_after(self._pace.seconds_for(number) or 0.0)
         message = f"the queue is full: {number} requests wait, limit {limit}"
         if reason == "pushed_out":
             message += "; another tenant's request, of which fewer wait, took the place of this one"
         return Shed(reason, seconds, Overloaded(message, retry_after_seconds=seconds, limit=limit, actual=number))
-
-    def _retry_after_seconds(self, now: float) -> float:
-        """How long the queue takes to drain at the pace of the last admissions."""
-        if len(self._last_admissions) < 2:
-            return MIN_RETRY_SECONDS
-        elapsed = max(now - self._last_admissions[0], 1e-3)
-        seconds = len(self._queue) * elapsed / len(self._last_admissions)
-        return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
     # -- order and room
 
@@ -365,13 +355,12 @@ class Admission:
         """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
         return (num_sequences <= room.num_sequences and room.seconds > 0) or (not self._promised and room.idle)
 
-    def _admitted(self, entrant: Entrant, num_tokens: int, now: float) -> Admitted:
-        self._promise(entrant.name, entrant.num_sequences, num_tokens, now)
+    def _admitted(self, entrant: Entrant, num_tokens: int) -> Admitted:
+        self._promise(entrant.name, entrant.num_sequences, num_tokens)
         return Admitted()
 
-    def _promise(self, name: str, num_sequences: int, num_tokens: int, now: float) -> None:
+    def _promise(self, name: str, num_sequences: int, num_tokens: int) -> None:
         self._promised[name] = _Promise(num_sequences, num_tokens)
-        self._last_admissions.append(now)
 
     def _forget_pace(self) -> None:
         if not len(self._queue):

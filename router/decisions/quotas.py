@@ -245,8 +245,12 @@ class Quotas:
         seconds = MIN_RETRY_SECONDS
         if its.per_second:
             seconds = (needed - its.balance) * max(its.num_routers, 1) / its.per_second
-        seconds = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-        return Exceeded(its.kind, its.limit, needed, max(its.balance, 0.0), seconds)
+        return Exceeded(its.kind, its.limit, needed, max(its.balance, 0.0), worth_asking_after(seconds))
+
+
+def worth_asking_after(seconds: float) -> float:
+    """When a retry makes sense, of something that is expected after so long."""
+    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
 
 
 def _slices(tenant: Tenant, rules: QuotaRules, now: float) -> Iterator[Slice]:

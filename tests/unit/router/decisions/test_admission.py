@@ -128,17 +128,21 @@ def test_case_54_beyond_the_cap_requests_are_shed_with_the_numbers_and_a_time() 
     assert decision.error.retry_after_seconds == decision.retry_after_seconds == 1.0
 
 
-def test_retry_after_is_how_long_the_queue_takes_at_the_pace_of_late() -> None:
-    admission = bounded(8)
-    for at in range(5):
-        assert offer(admission, f"r{at}", view(0), now=10.0 * at) == Admitted()
-        admission.begun(f"r{at}")
+@pytest.mark.parametrize(("pace_seconds", "expected"), [(0.5, 4.0), (0.01, 1.0), (100.0, 60.0)])
+def test_retry_after_is_how_long_the_queue_takes_at_the_pace_it_has(pace_seconds: float, expected: float) -> None:
+    """What was admitted in a quiet hour before says nothing of it."""
+    admission, row = bounded(8), view(4 + WORKER_BACKLOG - 1)
+    assert offer(admission, "long ago", view(0), now=0.0) == Admitted()
+    admission.begun("long ago")
     for at in range(8):
-        offer(admission, f"q{at}", FULL, now=50.0)
-    decision = offer(admission, "late", FULL, now=50.0)
+        offer(admission, f"q{at}", FULL, now=3600.0)
+    for at in range(8):
+        (name,) = admission.admit(row, 3600.0 + at * pace_seconds)
+        admission.begun(name)
+        offer(admission, f"next{at}", FULL, now=3600.0 + at * pace_seconds)
+    decision = offer(admission, "late", FULL, now=3600.0 + 8 * pace_seconds)
     assert isinstance(decision, Shed)
-    assert decision.retry_after_seconds == 60.0
-    assert decision.retry_after_seconds >= 1.0
+    assert decision.retry_after_seconds == expected
 
 
 def test_many_samples_run_when_they_fit_or_when_nothing_else_does() -> None:
