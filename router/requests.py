@@ -306,7 +306,7 @@ class Requests:
     def _answer_peer_failed(self, flight: Flight) -> None:
         session = self._sessions.find(flight.decode)
         if session is None:
-            return  # its end is in the mailbox already
+            return  # its end is in the mailbox, or on its way there
         placement = self._place(flight, decode=flight.decode)
         target: PrefillTarget | None = None
         if isinstance(placement, Placed):

@@ -220,7 +220,7 @@ class Sessions:
             for session in list(self._live.values()):
                 silent = now - session.heard_at
                 if punctual and silent > self._silent_seconds:
-                    session.lose(f"silent for {silent:.1f} s")
+                    self._lose(session, f"silent for {silent:.1f} s")
                 else:
                     session.send(worker_pb2.RouterMessage(ping=worker_pb2.Ping()))
 
@@ -284,7 +284,7 @@ class Sessions:
         if older is not None:
             older.lose("a newer session took its place")
         writer = asyncio.create_task(session.write(), name=f"writes to {worker_id}")
-        writer.add_done_callback(lambda task: None if task.cancelled() else session.lose(str(task.exception())))
+        writer.add_done_callback(lambda task: None if task.cancelled() else self._lose(session, str(task.exception())))
         reason = "the router ends"
         try:
             self._tell(worker_id)
@@ -292,9 +292,18 @@ class Sessions:
             return reason
         finally:
             writer.cancel()
-            if self._live.get(worker_id) is session:
-                del self._live[worker_id]
             session.fail_all(reason)
+            self._remove(session)
+
+    def _lose(self, session: Session, reason: str) -> None:
+        """Ends a session from this side: nobody finds it from now on, though its requests hear so a moment later."""
+        session.lose(reason)
+        self._remove(session)
+
+    def _remove(self, session: Session) -> None:
+        worker_id = session.info.worker_id
+        if self._live.get(worker_id) is session:
+            del self._live[worker_id]
             self._tell(worker_id)
 
     def _tell(self, worker_id: str) -> None:

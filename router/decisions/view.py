@@ -124,7 +124,6 @@ class Live(Protocol):
 
     info: WorkerInfo
     report: LoadReport | None
-    lost: str | None
 
 
 class Views:
@@ -170,9 +169,6 @@ class Views:
                 )
                 self._last = None
         self._stale.clear()
-        lost = [worker_id for worker_id, session in self._sessions.items() if session.lost is not None]
-        if lost:
-            return View(tuple([view for worker_id, view in self._views.items() if worker_id not in lost]))
         if self._last is None:
             self._last = View(tuple(self._views.values()))
         return self._last

@@ -164,6 +164,25 @@ async def test_a_worker_that_comes_back_is_found_again_under_its_new_generation(
             assert session.info.generation == 2
 
 
+async def test_a_session_that_is_lost_is_found_by_nobody_before_its_requests_hear_of_it() -> None:
+    clock = ManualClock()
+    async with (
+        NullWorker() as worker,
+        stage(worker, clock=clock, heartbeat_seconds=HEARTBEAT, silent_seconds=0.2) as on,
+    ):
+        mailbox, _ = submit(on, "null")
+        session = on.sessions.find("null")
+        worker.muted = True
+        on.sessions.seek([])
+        taking = asyncio.create_task(mailbox.take())
+        told = list[tuple[bool, bool]]()
+        on.sessions.listen(lambda name: told.append((on.sessions.find(name) is None, "requests=1" in repr(session))))
+        while not taking.done():
+            clock.advance(HEARTBEAT)
+            await asyncio.wait([taking], timeout=HEARTBEAT)
+        assert told[0] == (True, True)
+
+
 async def test_a_newer_generation_elsewhere_takes_the_place_of_the_older() -> None:
     async with NullWorker() as first, NullWorker(worker_info(generation=2)) as second, stage(first) as on:
         mailbox, _ = submit(on, "null")

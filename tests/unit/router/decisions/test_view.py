@@ -81,8 +81,6 @@ def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, s
             case "end":
                 sessions.pop(name, None)
                 views.heard(name, None)
-            case "lose" if name in sessions:
-                sessions[name].lost = "silent"
             case "place":
                 ledger.open(str(number), decode=name, prefill="a", num_prompt_tokens=9, prefill_tokens=5, n=1)
             case "first token":
@@ -98,6 +96,5 @@ def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, s
         made = {
             name: worker_view(session.info, session.report, ledger, health, Costs())
             for name, session in sessions.items()
-            if session.lost is None
         }
         assert {view.worker_id: view for view in views.view().workers} == made
