@@ -9,7 +9,7 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,13 +23,13 @@ from starlette.routing import Route
 from cluster import ray_session
 from cluster.launch import in_thread
 from cluster.reconcile import Phase
-from cluster.state import ControlState, ObservedState, configured
+from cluster.state import ControlState, ObservedState, configured, control_state
 from headrace import metrics
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, Unavailable
-from headrace.store import StoreUnavailable, connect
+from headrace.store import StoreUnavailable
+from router.edge.connections import HttpServer
 
-BUDGET_SECONDS = 2.0
 LOOK_SECONDS = 5.0
 PATIENCE_SECONDS = 180.0
 AGAIN_SECONDS = 2.0
@@ -161,23 +161,6 @@ class Sizes(Collector):
 
 
 @asynccontextmanager
-async def control_state(cluster: str, url: str) -> AsyncIterator[ControlState]:
-    store = connect(url, BUDGET_SECONDS)
-    try:
-        yield ControlState(store, cluster)
-    finally:
-        await store.close()
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals to the process."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
 async def serving(answers: Answers, host: str, port: int) -> AsyncIterator[int]:
     """Answers at the port that it yields; 0 takes any free one. ConfigError when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -187,7 +170,7 @@ async def serving(answers: Answers, host: str, port: int) -> AsyncIterator[int]:
         why = f"--http-port: cannot listen on {host}:{port}: {error.strerror}"
         raise ConfigError(why, key="--http-port", value=port) from error
     config = uvicorn.Config(answers.app(), ws="none", lifespan="off", log_config=None, access_log=False)
-    server = _Server(config)
+    server = HttpServer(config)
     running = asyncio.create_task(server.serve([listener]))
     try:
         yield listener.getsockname()[1]

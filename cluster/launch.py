@@ -22,16 +22,15 @@ from cluster.checks import check_checkpoint, check_layouts, check_ports, free_po
 from cluster.child import Child, end_leftovers
 from cluster.reconcile import Phase
 from cluster.session import Session, SessionFolder
-from cluster.state import ControlState, ObservedState, configured
+from cluster.state import ObservedState, configured, control_state
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
-from headrace.store import StoreUnavailable, connect, public
+from headrace.store import StoreUnavailable, public
 
 T = TypeVar("T")
 
 ROUTER = "router"
-REDIS_BUDGET_SECONDS = 2.0
 LOOK_SECONDS = 0.25
 ROUTER_READY_SECONDS = 120.0
 ROUTER_STOP_SECONDS = 40.0
@@ -165,7 +164,7 @@ async def _start_redis(
         children[embedded.NAME] = await embedded.start(port, folder)
         ends.push_async_callback(_end_child, embedded.NAME, children, 5.0)
         url = embedded.url(port)
-    async with _state(config.name, url) as state:
+    async with control_state(config.name, url) as state:
         try:
             await state.write_desired(configured(config, trusted=True))
         except StoreUnavailable as error:
@@ -200,7 +199,7 @@ async def _workers_ready(config: ClusterConfig, report: Report) -> None:
     """Until every desired worker is ready. A slot that fails again and again ends the wait with its reason."""
     assert config.redis.url is not None
     wanted = sum(pool.replicas for pool in config.pools.values())
-    async with _state(config.name, config.redis.url) as state:
+    async with control_state(config.name, config.redis.url) as state:
         while True:
             observed = await state.observed() or ObservedState("")
             ready = [worker for worker in observed.workers if worker.phase == Phase.READY]
@@ -330,15 +329,6 @@ def _record(folder: SessionFolder, session: Session, children: dict[str, Child])
     session = replace(session, children={name: child.pid for name, child in children.items()})
     folder.write(session)
     return session
-
-
-@contextlib.asynccontextmanager
-async def _state(cluster: str, url: str) -> AsyncIterator[ControlState]:
-    store = connect(url, REDIS_BUDGET_SECONDS)
-    try:
-        yield ControlState(store, cluster)
-    finally:
-        await store.close()
 
 
 def _reachable(host: str) -> str:

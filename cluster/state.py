@@ -7,17 +7,19 @@ Redis is away.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Phase
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
-from headrace.store import Store
+from headrace.store import Store, connect
 from headrace.values import ParallelLayout, Role
 
 LEADER_SECONDS = 5.0
+BUDGET_SECONDS = 2.0  # of a call to Redis, where nobody waits for it but who started or keeps the cluster
 
 # Takes the lease when it is free or ours already, in one step; 1 when we lead afterwards.
 _LEAD = """
@@ -114,6 +116,16 @@ class ControlState:
         """The cluster is no more: its desired and observed state go. Worker keys end with their leases."""
         keys = self._keys
         await self._store.call(lambda redis: redis.delete(keys.desired, keys.configured, keys.observed, keys.leader))
+
+
+@asynccontextmanager
+async def control_state(cluster: str, url: str) -> AsyncIterator[ControlState]:
+    """By a connection of its own, while the block lasts."""
+    store = connect(url, BUDGET_SECONDS)
+    try:
+        yield ControlState(store, cluster)
+    finally:
+        await store.close()
 
 
 def configured(config: ClusterConfig, *, trusted: bool) -> Desired:

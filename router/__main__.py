@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 import uvloop
@@ -30,7 +30,7 @@ from headrace.values import WorkerInfo
 from router.core import Core, running_core
 from router.decision_log import decision_log
 from router.edge.common import Edge
-from router.edge.connections import BoundedHttp
+from router.edge.connections import BoundedHttp, HttpServer
 from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.validate import JobMaker
@@ -82,7 +82,7 @@ async def serve(
         _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
         app = OpenAi(edge, config.limits.max_body_bytes, time.time, config.router.comment_seconds).app()
-        http = _HttpServer(_http_config(app, config.router.keep_alive_seconds))
+        http = HttpServer(_http_config(app, config.router.keep_alive_seconds))
         changed = asyncio.Event()
         core.sessions.listen(lambda _: changed.set())
         async with asyncio.TaskGroup() as group:
@@ -149,14 +149,6 @@ async def _tell_health(health: Health, changed: asyncio.Event) -> None:
         await changed.wait()
         changed.clear()
         await health.changed()
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves the signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _http_config(app: ASGIApp, keep_alive_seconds: int) -> uvicorn.Config:

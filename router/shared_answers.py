@@ -10,7 +10,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
@@ -120,15 +120,12 @@ class SharedAnswers:
             return
         line = (key, job.priority, job.service_class)
         run = self._runs.get(line) if tenant.coalesce else None
-        if run is None:
-            run = self._begin(line, job, tenant)
-            async with aclosing(self._hear(line, run, job)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        with self._requests.sharing(job):
-            measures.shared(tenant.name, "coalesced")
-            self._name(job.request_id, run.request_id)
+        with self._requests.sharing(job) if run is not None else nullcontext():
+            if run is None:
+                run = self._begin(line, job, tenant)
+            else:
+                measures.shared(tenant.name, "coalesced")
+                self._name(job.request_id, run.request_id)
             async with aclosing(self._hear(line, run, job)) as pieces:
                 async for piece in pieces:
                     yield piece

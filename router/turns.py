@@ -65,8 +65,7 @@ class Turns:
         try:
             await turn
         except BaseException:
-            if not self._admission.leave(name):
-                self._admission.begun(name)
+            self._admission.leave(name)
             raise
         finally:
             del self._turns[name]

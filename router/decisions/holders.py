@@ -71,11 +71,9 @@ class Holders:
                     if still != alive:
                         gone = alive ^ still
                         alive = still
-                        if not depth:
-                            pass
-                        elif gone.bit_count() == 1:  # as most often
+                        if depth and gone.bit_count() == 1:  # as most often
                             depths[workers[gone.bit_length() - 1]] = depth
-                        else:
+                        elif depth:
                             self._note(depths, gone, depth)
                         if not alive:
                             break

@@ -117,7 +117,7 @@ class RequestState:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= self.max_new_tokens else None
 
-    def is_last_end(self) -> bool:
+    def end_sample(self) -> bool:
         """Notes that a sample ends; whether it is the last one."""
         self.num_unfinished -= 1
         return self.num_unfinished == 0
@@ -266,7 +266,7 @@ class Sequence:
             usage = state.usage()
         if state.first_token_at is None:
             state.first_token_at = now
-        if finish is not None and state.is_last_end():
+        if finish is not None and state.end_sample():
             usage, timeline = state.usage(), state.timeline(now)
         found = () if logprobs is None else (logprobs,)
         return SequenceOutput(self.key, self.index, (token_id,), num_generated, found, finish, usage, timeline)
@@ -274,7 +274,7 @@ class Sequence:
     def stop(self, now: float) -> SequenceOutput:
         """Ends the sample where it is, without another token: who reads it met a stop of its own."""
         state, num_generated = self.state, len(self.outputs)
-        ends = (state.usage(), state.timeline(now)) if state.is_last_end() else (None, None)
+        ends = (state.usage(), state.timeline(now)) if state.end_sample() else (None, None)
         return SequenceOutput(self.key, self.index, (), num_generated, (), FinishReason.STOP, *ends)
 
     def __repr__(self) -> str:

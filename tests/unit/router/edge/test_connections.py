@@ -11,8 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import ManualClock
 from headrace.errors import Overloaded
-from router.__main__ import _bind, _http_config, _HttpServer
+from router.__main__ import _bind, _http_config
 from router.edge import connections, sse
+from router.edge.connections import HttpServer
 from router.edge.openai import OpenAi
 from router.flight import Job, Piece
 from router.text.vocabulary import Text
@@ -49,7 +50,7 @@ async def connected(
     app: ASGIApp, keep_alive_seconds: float = 5
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     listening = _bind("127.0.0.1", 0)
-    server: uvicorn.Server = _HttpServer(_http_config(app, keep_alive_seconds))  # type: ignore[arg-type]
+    server: uvicorn.Server = HttpServer(_http_config(app, keep_alive_seconds))  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve([listening]))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     try:
