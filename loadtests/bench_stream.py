@@ -131,10 +131,10 @@ class Bare(inference_pb2_grpc.InferenceServicer):
             yield inference_pb2.GenerateResponse(request_id=request_id, text=f" w{word:x}", token_ids=[256 + word])
 
 
-async def serve_bare() -> None:
+async def serve_bare(servicer: inference_pb2_grpc.InferenceServicer) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    inference_pb2_grpc.add_InferenceServicer_to_server(Bare(), server)  # type: ignore[no-untyped-call]
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
     await server.wait_for_termination()
@@ -146,6 +146,18 @@ async def serve_bare() -> None:
 def generate_request(max_tokens: int = MAX_TOKENS) -> inference_pb2.GenerateRequest:
     sampling = inference_pb2.Sampling(max_tokens=max_tokens, ignore_eos=True)
     return inference_pb2.GenerateRequest(model=MODEL, text=PROMPT, sampling=sampling)
+
+
+@asynccontextmanager
+async def stubs(address: str) -> AsyncIterator[list[inference_pb2_grpc.InferenceStub]]:
+    """NUM_CHANNELS of them, each with a connection of its own."""
+    async with AsyncExitStack() as ends:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channels = [
+            await ends.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            for _ in range(NUM_CHANNELS)
+        ]
+        yield [inference_pb2_grpc.InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
 
 
 async def grpc_tok_s(address: str, seconds: float) -> list[float]:
@@ -160,14 +172,8 @@ async def grpc_tok_s(address: str, seconds: float) -> list[float]:
                 first = False
                 meter.started()
 
-    async with AsyncExitStack() as ends:
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        channels = [
-            await ends.enter_async_context(grpc.aio.insecure_channel(address, options=options))
-            for _ in range(NUM_CHANNELS)
-        ]
-        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        streams = [stream(stubs[at % NUM_CHANNELS]) for at in range(NUM_STREAMS)]
+    async with stubs(address) as several:
+        streams = [stream(several[at % NUM_CHANNELS]) for at in range(NUM_STREAMS)]
         return await measured(meter, streams, seconds)
 
 
@@ -327,7 +333,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=50, help="of each measurement of TTFT")
     options = parser.parse_args()
     if options.serve_bare:
-        uvloop.run(serve_bare())
+        uvloop.run(serve_bare(Bare()))
         return 0
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     report = Report("stream", ("grpcio", "protobuf", "uvloop", "uvicorn", "starlette", "tokenizers"))

@@ -20,10 +20,9 @@ import uvloop
 
 from headrace.config import RouterConfig
 from headrace.v1 import inference_pb2, inference_pb2_grpc
-from loadtests.bench_stream import MODEL, process, router, write_checkpoint
+from loadtests.bench_stream import MODEL, NUM_CHANNELS, process, router, serve_bare, stubs, write_checkpoint
 
 NUM_STREAMS = 128
-NUM_CHANNELS = 4
 TPOT_SECONDS = 0.025
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = (32, 96)
@@ -38,15 +37,6 @@ class Bare(inference_pb2_grpc.InferenceServicer):
         for at in range(request.sampling.max_tokens):
             yield inference_pb2.GenerateResponse(request_id="0123456789abcdef", text=f" w{at:x}", token_ids=[256 + at])
             await asyncio.sleep(TPOT_SECONDS)
-
-
-async def serve_bare() -> None:
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    inference_pb2_grpc.add_InferenceServicer_to_server(Bare(), server)  # type: ignore[no-untyped-call]
-    await server.start()
-    print(f"127.0.0.1:{port}", flush=True)
-    await server.wait_for_termination()
 
 
 async def ttfts_ms(address: str, seconds: float) -> list[float]:
@@ -68,14 +58,8 @@ async def ttfts_ms(address: str, seconds: float) -> list[float]:
             while await call.read() is not grpc.aio.EOF:
                 pass
 
-    async with AsyncExitStack() as ends:
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        channels = [
-            await ends.enter_async_context(grpc.aio.insecure_channel(address, options=options))
-            for _ in range(NUM_CHANNELS)
-        ]
-        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-        clients = [asyncio.create_task(client(at, stubs[at % NUM_CHANNELS])) for at in range(NUM_STREAMS)]
+    async with stubs(address) as several:
+        clients = [asyncio.create_task(client(at, several[at % NUM_CHANNELS])) for at in range(NUM_STREAMS)]
         done, _ = await asyncio.wait(clients, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         assert not done, "a client failed"
         for task in clients:
@@ -105,4 +89,4 @@ async def ttft_shares_ms(rounds: int = 5, seconds: float = 8.0) -> dict[str, lis
 
 
 if __name__ == "__main__":
-    uvloop.run(serve_bare())
+    uvloop.run(serve_bare(Bare()))

@@ -16,6 +16,7 @@ from workers.ranks.runner import Runner
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 ENGINE = EngineConfig(num_blocks=64, block_size=8, max_num_seqs=8, max_step_tokens=128)
+DECODES = 6  # steps of decodes()
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
 
 
@@ -83,6 +84,35 @@ class Steps:
             for row, mine in zip(rows, blocks, strict=True)
         ]
         return self.plan(*work, num_decodes=len(work))
+
+
+def prompts(steps: Steps) -> None:
+    """Two prompts, one whole and one in chunks, and a third behind the first one's blocks."""
+    first, second = random_ids(70, 1), random_ids(45, 2)
+    third = [*first[:64], *random_ids(9, 3)]
+    steps.prompt(0, first, range(5))
+    steps.prompt(1, second, range(8, 11), chunks=(17, 16))
+    steps.prompt(2, third, [*range(4), 20], cached=64)
+
+
+def decodes(steps: Steps, named: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+    """Steps of all three rows, of the tokens named or of those drawn last; what was drawn, nothing where that is another
+    stage's. Row 1 meets a new block."""
+    drawn = []
+    for number in range(DECODES):
+        work = [
+            RowWork(
+                row,
+                length + number,
+                1,
+                None if named is None else named[number][row : row + 1],
+                (11,) if (row, length + number) == (1, 48) else (),
+            )
+            for row, length in enumerate((70, 45, 73))
+        ]
+        result = steps.plan(*work, num_decodes=3)
+        drawn.append(result.token_ids if result is not None else ())
+    return drawn
 
 
 def random_ids(count: int, seed: int, vocab_size: int = 259) -> list[int]:

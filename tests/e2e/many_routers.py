@@ -125,6 +125,15 @@ async def samples(http: httpx.AsyncClient, router: str) -> dict[tuple[str, str],
     }
 
 
+async def until_ready(http: httpx.AsyncClient, router: str, seconds: float = 30.0) -> None:
+    """As a balancer waits for it: before, it refuses what it could serve a moment later."""
+
+    async def ready() -> bool:
+        return (await http.get(f"{router}/ready")).status_code == 200
+
+    await until(ready, seconds)
+
+
 async def until_in_step(http: httpx.AsyncClient, router: str, workers: dict[str, Rig], seconds: float = 30.0) -> None:
     """The router has a session to every worker, and its mirror holds what they hold."""
 

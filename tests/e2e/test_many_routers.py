@@ -12,7 +12,15 @@ import pytest
 from headrace import config, metrics, store
 from router.core import Core, running_core
 from router.decisions.view import WorkerView
-from tests.e2e.many_routers import Balancer, a_pool, a_router, samples, shared_prefix_prompts, until_in_step
+from tests.e2e.many_routers import (
+    Balancer,
+    a_pool,
+    a_router,
+    samples,
+    shared_prefix_prompts,
+    until_in_step,
+    until_ready,
+)
 from tests.e2e.routers import tiny_checkpoint
 from tests.unit.router.stage import collect, job, open_text
 
@@ -146,6 +154,7 @@ async def test_case_39_a_router_killed_and_started_again_under_load_knows_the_ca
         under_load = asyncio.create_task(hit_rate(balancer, prompts[300:600]))
         routers[0].process.send_signal(signal.SIGKILL)
         again = await ends.enter_async_context(a_router(checkpoint, tmp_path, redis_url, cluster, "again2"))
+        await until_ready(http, again.http)
         balancer.routers[0] = again.http
         assert await under_load > 0.8
         await until_in_step(http, again.http, workers)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, SamplingParams
-from tests.model_steps import Steps, random_ids
+from tests.model_steps import DECODES, Steps, decodes, prompts, random_ids
 from tests.tiny import make_checkpoint, make_variant
 from workers.models.parallel import form
 from workers.ranks.rank import Launched, UnderWay
@@ -35,7 +35,6 @@ NAMES = (
 )
 LIMIT = 2e-2
 MARGIN = 0.1  # of a row's standard deviation: below, rounding may decide which token is best
-DECODES = 6
 
 
 def steps_on(
@@ -52,35 +51,6 @@ def steps_on(
         }
     )
     return Steps.of(folder, form(ParallelLayout(), 0, None, device=torch.device(device)), engine, graphs=graphs)
-
-
-def prompts(steps: Steps) -> None:
-    """Two prompts, one whole and one in chunks, and a third behind the first one's blocks."""
-    first, second = random_ids(70, 1), random_ids(45, 2)
-    third = [*first[:64], *random_ids(9, 3)]
-    steps.prompt(0, first, range(5))
-    steps.prompt(1, second, range(8, 11), chunks=(17, 16))
-    steps.prompt(2, third, [*range(4), 20], cached=64)
-
-
-def decodes(steps: Steps, named: list[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
-    """Steps of all three rows, of the tokens named or of those drawn last; what was drawn. Row 1 meets a new block."""
-    drawn = []
-    for number in range(DECODES):
-        work = [
-            RowWork(
-                row,
-                length + number,
-                1,
-                None if named is None else named[number][row : row + 1],
-                (11,) if (row, length + number) == (1, 48) else (),
-            )
-            for row, length in enumerate((70, 45, 73))
-        ]
-        result = steps.plan(*work, num_decodes=3)
-        assert result is not None
-        drawn.append(result.token_ids)
-    return drawn
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from headrace.config import EngineConfig
 from headrace.errors import WorkerLost
 from headrace.values import ParallelLayout, Role, SamplingParams
-from tests.model_steps import Steps, alone, random_ids
+from tests.model_steps import DECODES, Steps, alone, decodes, prompts, random_ids
 from tests.rank_processes import RankProcesses, rank_processes
 from tests.tiny import make_checkpoint, make_variant
 from workers.models.parallel import RankContext
@@ -35,7 +35,6 @@ pytestmark = [
 
 TP2, PP2 = ParallelLayout(2, 1), ParallelLayout(1, 2)
 LIMIT, MARGIN = 2e-2, 0.1  # as in test_engine
-DECODES = 6
 ENGINE = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_step_tokens": 256}
 ON_GPU = EngineConfig.model_validate({**ENGINE, "device": "cuda", "dtype": "bfloat16"})
 ON_CPU = EngineConfig.model_validate(ENGINE)
@@ -52,26 +51,9 @@ def answer(context: RankContext, folder: pathlib.Path, engine: EngineConfig, nam
     """Two prompts, one whole and one in chunks, a third behind the first one's blocks, then steps of all three rows, of the
     tokens named or of those drawn last."""
     steps = Steps.of(folder, context, engine)
-    first, second = random_ids(70, 1), random_ids(45, 2)
-    third = [*first[:64], *random_ids(9, 3)]
-    steps.prompt(0, first, range(5))
-    steps.prompt(1, second, range(8, 11), chunks=(17, 16))
-    steps.prompt(2, third, [*range(4), 20], cached=64)
+    prompts(steps)
     begun = tuple(int(steps.logits[at][0].argmax()) for at in (0, 3, 4)) if steps.logits else ()
-    drawn = [begun]
-    for number in range(DECODES):
-        work = [
-            RowWork(
-                row,
-                length + number,
-                1,
-                None if named is None else named[number][row : row + 1],
-                (11,) if (row, length + number) == (1, 48) else (),
-            )
-            for row, length in enumerate((70, 45, 73))
-        ]
-        result = steps.plan(*work, num_decodes=3)
-        drawn.append(() if result is None else result.token_ids)
+    drawn = [begun, *decodes(steps, named)]
     steps.runner.settle()
     if context.device.type == "cuda":
         torch.cuda.synchronize()

@@ -48,6 +48,14 @@ class Scene:
     def publisher(self, worker: str, generation: int = 1) -> Publisher:
         return Publisher(self.redis, KEYS, worker, generation)
 
+    async def followed(self, worker: str = "a", num_blocks: int = 3) -> Publisher:
+        """A worker with a lease that holds blocks 0, 1, … and has been read."""
+        publisher = self.publisher(worker)
+        await publisher.lease()
+        await publisher.store(range(num_blocks))
+        await self.follow.scan()
+        return publisher
+
     def held(self, worker: str, upto: int = 64) -> set[int]:
         return {n for n in range(upto) if worker in self.index.match(Chain([block(n)])).depths}
 

@@ -73,10 +73,7 @@ async def test_events_of_another_type_hide_no_other_workers(redis_url: str) -> N
 
 async def test_case_30_a_cleared_cache_leaves_the_index(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(5))
-        await on.follow.scan()
+        worker = await on.followed(num_blocks=5)
         await worker.clear()
         await on.follow.read(1)
         assert on.held("a") == set()
@@ -108,10 +105,7 @@ async def test_events_that_were_trimmed_without_a_successor_are_found_by_the_sna
     redis_url: str,
 ) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         await worker.store([10])
         await worker.trim()
         await on.follow.scan()
@@ -122,10 +116,7 @@ async def test_events_that_were_trimmed_without_a_successor_are_found_by_the_sna
 
 async def test_a_flush_is_survived_and_the_rewritten_index_is_taken_up(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         await on.redis.flushall()
         await worker.store([5])  # the worker has not noticed yet
         await on.follow.read(1)
@@ -160,10 +151,7 @@ async def test_a_new_generation_replaces_the_old_ones_blocks(redis_url: str) -> 
 
 async def test_a_worker_without_lease_and_session_is_forgotten(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         await on.follow.read(0.01)
         assert on.gone == []
         await worker.end_lease()

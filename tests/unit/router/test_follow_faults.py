@@ -30,10 +30,7 @@ pytestmark = pytest.mark.redis
 
 async def test_a_frozen_redis_leaves_the_mirror_and_is_followed_again_when_it_thaws(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         process = (await on.redis.info("server"))["process_id"]
         os.kill(process, signal.SIGSTOP)
         try:
@@ -54,10 +51,7 @@ async def test_the_loop_goes_on_through_a_dead_redis_and_says_so_once(caplog: py
             port = server.port
             url = f"redis://127.0.0.1:{port}/0"
             on = await stack.enter_async_context(scene(url))
-            worker = on.publisher("a")
-            await worker.lease()
-            await worker.store(range(3))
-            await on.follow.scan()
+            worker = await on.followed()
             following = asyncio.create_task(on.follow.run())
             stack.callback(following.cancel)
         with ValkeyServer(port=port):
@@ -149,10 +143,7 @@ async def test_a_lease_or_snapshot_that_nobody_of_us_wrote_is_passed_over(redis_
 
 async def test_unreadable_events_read_the_worker_again_and_harm_nobody(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         await on.redis.xadd(KEYS.events("a"), {b"batch": b"what is this"})
         await on.follow.read(1)
         await worker.store([5])
@@ -162,10 +153,7 @@ async def test_unreadable_events_read_the_worker_again_and_harm_nobody(redis_url
 
 async def test_a_worker_whose_digests_never_agree_is_read_once_a_scan_and_not_once_a_batch(redis_url: str) -> None:
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
 
         def num_resyncs() -> float:
             return REGISTRY.get_sample_value(metrics.INDEX_RESYNCS, {"reason": "digest"}) or 0.0
@@ -225,10 +213,7 @@ async def test_case_64_a_redis_whose_clock_is_minutes_off_after_a_failover_is_fo
 ) -> None:
     """The stream begins anew with numbers that are earlier, or much later, than the ones that were read last."""
     async with scene(redis_url) as on:
-        worker = on.publisher("a")
-        await worker.lease()
-        await worker.store(range(3))
-        await on.follow.scan()
+        worker = await on.followed()
         seconds, _ = await on.redis.time()
         await on.redis.flushall()
         worker.held.add(block(6))
