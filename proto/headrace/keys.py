@@ -50,6 +50,14 @@ class Keys:
     def tenant(self, tenant: str) -> str:
         return f"hr:{self.cluster}:tenant:{tenant}"
 
+    def router(self, router: str) -> str:
+        """A router's report (headrace.reports)."""
+        return f"hr:{self.cluster}:router:{router}"
+
+    @property
+    def router_pattern(self) -> str:
+        return f"hr:{self.cluster}:router:*"
+
     @property
     def leader(self) -> str:
         return f"hr:{self.cluster}:leader"

@@ -1,0 +1,74 @@
+"""What a router says of its traffic, for those who size and watch a cluster: one JSON value in Redis, with a TTL.
+
+Counters grow from the router's start, so a reader takes the difference of two reports of one `router_id` and misses
+nothing when a report is lost; a new id starts at 0. Nobody on the path of a request reads it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """Requests of one service class that ended, by what they were given; `met` kept both targets. Shed ones `failed`."""
+
+    met: int = 0
+    missed_ttft: int = 0
+    missed_tpot: int = 0
+    missed_both: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """`seconds` is the router's own clock: only differences mean anything. `arrivals` counts requests that passed
+    validation, shed ones too, with their `prompt_tokens`; `max_tokens` is what they may generate at most. `cached_tokens`
+    were found by workers, of `computed_tokens` + themselves. The queue is as it stands. `pairs` counts hand-offs by
+    (prefill, decode) worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is
+    none."""
+
+    router_id: str
+    http_address: str
+    seconds: float
+    arrivals: int = 0
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ended: int = 0
+    in_flight: int = 0
+    queued: int = 0
+    queued_tokens: int = 0
+    oldest_queued_seconds: float = 0.0
+    ttft_seconds: float = 0.0  # the sum over `ended` requests that had a first token
+    classes: Mapping[str, ClassCounts] = field(default_factory=dict)
+    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+def encode_report(report: RouterReport) -> str:
+    pairs = [[prefill, decode, number] for (prefill, decode), number in report.pairs.items()]
+    classes = {name: asdict(counts) for name, counts in report.classes.items()}
+    return json.dumps(
+        {**{name: getattr(report, name) for name in _PLAIN}, "classes": classes, "pairs": pairs}, separators=(",", ":")
+    )
+
+
+def decode_report(raw: bytes | str) -> RouterReport | None:
+    """None when it is not what encode_report of this version writes."""
+    try:
+        data: dict[str, Any] = json.loads(raw)
+        plain = {name: data[name] for name in _PLAIN}
+        if any(isinstance(value, bool) or not isinstance(value, _PLAIN[name]) for name, value in plain.items()):
+            return None
+        classes = {str(name): ClassCounts(**counts) for name, counts in data["classes"].items()}
+        pairs = {(str(prefill), str(decode)): int(number) for prefill, decode, number in data["pairs"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return RouterReport(**plain, classes=classes, pairs=pairs)
+
+
+_TYPES: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
+_PLAIN = {name: _TYPES[kind] for name, kind in RouterReport.__annotations__.items() if name not in ("classes", "pairs")}
