@@ -1,7 +1,7 @@
 """The comparison behind docs/routing.md:  python -m cluster.simulation --trace FILE --out docs/benchmarks/sim-NAME.json
 
-`--plot sim-NAME.png` draws it too. The file is written anew after each stretch of traffic, so that what was found is kept
-when the rest is not waited for.
+`--plot sim-NAME.png` draws it too. The file is written anew after each run. `--resume` goes on from what is in it, whose
+fleet, traffic, SLO and capacity must be those that are asked for.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from cluster.simulation.fleet import Fleet
 from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Slo
 from headrace import traces
+from headrace.errors import ConfigError
 from router.decisions.tenants import Targets
 
 FRACTIONS = "0.2,0.4,0.6,0.8,1.0,1.2"
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--targets", action="store_true", help="the router knows the SLO: it is every request's class")
     parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are in --out")
     parser.add_argument("--plot", type=pathlib.Path)
     arguments = parser.parse_args()
     card = cards.load(arguments.card)
@@ -53,37 +55,43 @@ def main() -> None:
         fleet = replace(fleet, router=replace(fleet.router, targets=targets))
     started = time.process_time()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    per_second = arguments.capacity
+    asked = {
+        "trace": arguments.trace.name,
+        "requests_removed": num_removed,
+        "requests_per_run": arguments.requests,
+        "fleet": {
+            "card": card.as_json(),
+            "prefill": fleet.prefill,
+            "decode": fleet.decode,
+            "block_size": fleet.block_size,
+            "targets": arguments.targets,
+        },
+        "slo": {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds},
+    }
+    before = _before(arguments.out, asked) if arguments.resume and arguments.out is not None else {}
+    per_second = before.get("capacity_per_second", arguments.capacity)
     if per_second is None:
         stretches = [generators.window(rows, arguments.requests, seed) for seed in seeds]
         per_second = sweep.capacity(fleet, stretches, slo, arguments.capacity_from or generators.rate(stretches[0]))
     print(f"capacity {per_second:.2f} requests a second", flush=True)
 
     def result(found: list[dict[str, Any]]) -> dict[str, Any]:
+        seconds = before.get("cpu_seconds", 0.0) + time.process_time() - started
         return {
-            "trace": arguments.trace.name,
+            **asked,
             "commit": arguments.commit,
             "command": " ".join(["python -m cluster.simulation", *sys.argv[1:]]),
             "date": datetime.now(UTC).date().isoformat(),
-            "requests_removed": num_removed,
-            "requests_per_run": arguments.requests,
             "seeds": list(seeds),
-            "fleet": {
-                "card": card.as_json(),
-                "prefill": fleet.prefill,
-                "decode": fleet.decode,
-                "block_size": fleet.block_size,
-            },
-            "slo": {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds},
             "capacity_per_second": per_second,
-            "cpu_seconds": round(time.process_time() - started, 1),
-            "verdict": sweep.verdict(found),
+            "cpu_seconds": round(seconds, 1),
+            "verdict": sweep.verdict(compared) if (compared := sweep.whole(found, policies)) else {},
             "runs": found,
         }
 
     def note(line: str, found: list[dict[str, Any]]) -> None:
         print(line, flush=True)
-        if arguments.out is not None and found[-1]["policy"] == policies[-1]:
+        if arguments.out is not None:
             arguments.out.write_text(json.dumps(result(found), indent=1) + "\n", encoding="utf-8")
 
     policies = arguments.policies.split(",")
@@ -96,11 +104,23 @@ def main() -> None:
         slo,
         per_second,
         note,
+        before.get("runs", ()),
     )
     verdict = sweep.verdict(found)
     print(json.dumps({key: verdict[key] for key in ("ttft_p90_vs_best_other", "max_goodput_ratio")}))
     if arguments.plot is not None:
         plots.draw_sweep(result(found), arguments.plot)
+
+
+def _before(path: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier call left there, if any. ConfigError where it was asked for something else."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    differs = [name for name, value in asked.items() if found.get(name) != value]
+    if differs:
+        raise ConfigError(f"{path} holds runs of another {', '.join(differs)}: they cannot be continued")
+    return found
 
 
 if __name__ == "__main__":

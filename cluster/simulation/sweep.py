@@ -52,14 +52,21 @@ def sweep(
     slo: Slo,
     capacity_per_second: float,
     note: Callable[[str, list[dict[str, Any]]], None],
+    before: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """A row a (rate, seed, policy): the summary, with `fraction` and `seed`. `note` hears of each, with all so far."""
-    found: list[dict[str, Any]] = []
-    for fraction in fractions:
-        for seed in seeds:
+    """A row a (seed, rate, policy): the summary, with `fraction` and `seed`. `note` hears of each, with all so far; what
+    was found `before` is not made again. A seed is done at all rates before the next begins, so that whatever is there
+    when a sweep is ended compares whole curves."""
+    found = list(before)
+    known = {(row["fraction"], row["seed"], row["policy"]) for row in found}
+    for seed in seeds:
+        for fraction in fractions:
+            left = [policy for policy in policies if (fraction, seed, policy) not in known]
+            if not left:
+                continue
             rows = traffic(seed)
             rows = generators.scaled(rows, fraction * capacity_per_second / generators.rate(rows))
-            for policy in policies:
+            for policy in left:
                 summary, _ = compare.run(fleet, policy, rows, slo=slo, seed=seed)
                 found.append({"fraction": fraction, "seed": seed, **summary.as_json()})
                 note(_line(fraction, seed, summary), found)
@@ -71,6 +78,14 @@ def _line(fraction: float, seed: int, one: Summary) -> str:
         f"{fraction:.2f} seed {seed} {one.policy:15} TTFT p90 {one.ttft_seconds.get('p90', float('nan')):7.3f} s, "
         f"goodput {one.goodput_per_second:7.3f}/s, met {one.attainment:6.1%}, hits {one.hit_rate:5.1%}"
     )
+
+
+def whole(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of stretches of traffic that all policies were run on: a comparison is of equal traffic."""
+    ran: dict[tuple[float, int], set[str]] = {}
+    for row in rows:
+        ran.setdefault((row["fraction"], row["seed"]), set()).add(row["policy"])
+    return [row for row in rows if ran[row["fraction"], row["seed"]] >= set(policies)]
 
 
 def verdict(rows: Sequence[dict[str, Any]], ours: str = "ours", base: str = "least-load") -> dict[str, Any]:

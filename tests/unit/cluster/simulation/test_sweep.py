@@ -46,3 +46,28 @@ def test_a_sweep_says_what_it_found_as_it_goes_and_its_verdict_is_json() -> None
     best = min(verdict["per_rate"][0.5][policy]["ttft_p90_seconds"] for policy in policies[1:])
     assert verdict["ttft_p90_vs_best_other"][0.5] == verdict["per_rate"][0.5]["ours"]["ttft_p90_seconds"] / best
     assert json.loads(json.dumps(verdict))["max_goodput_ratio"] == verdict["max_goodput_ratio"]
+
+
+def test_a_sweep_that_was_ended_goes_on_where_it_was_and_compares_whole_stretches_alone() -> None:
+    policies: tuple[str, ...] = ("ours", "least-load")
+    heard: list[str] = []
+
+    def swept(before: tuple[dict[str, object], ...] = ()) -> list[dict[str, object]]:
+        return sweep.sweep(
+            fleet(),
+            policies,
+            (0.5, 1.0),
+            (1, 2),
+            lambda seed: stretch(100 * seed),
+            SLO,
+            1.0,
+            lambda line, found: heard.append(line),
+            before,
+        )
+
+    once = swept()
+    assert [(row["seed"], row["fraction"]) for row in once[::2]] == [(1, 0.5), (1, 1.0), (2, 0.5), (2, 1.0)]
+    heard.clear()
+    assert swept(tuple(once[:5])) == once
+    assert len(heard) == 3
+    assert sweep.whole(once[:5], policies) == once[:4]
