@@ -36,6 +36,7 @@ from router.edge.openai import OpenAi
 from router.edge.validate import JobMaker
 from router.flight import Job
 from router.keyring import Keyring, load_keyring, read_keys
+from router.reports import reachable
 from router.text.detokenize import TextStream
 from router.text.served import Models, load_models
 
@@ -71,6 +72,7 @@ async def serve(
                 config,
                 router_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
                 open_text=lambda job: _open_text(models, job),
+                http_address=reachable(config.router.host, http_socket.getsockname()[1]),
                 store=store,
                 workers=workers,
                 refuse=lambda info: _refuse(models, info),

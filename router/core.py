@@ -19,6 +19,7 @@ from router.flight import Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
 from router.quota_leases import QuotaLeases
+from router.reports import Reports
 from router.requests import Requests
 from router.sessions import Sessions
 from router.shared_answers import SharedAnswers
@@ -40,6 +41,7 @@ async def running_core(
     config: ClusterConfig,
     *,
     router_id: str,
+    http_address: str = "",
     open_text: Callable[[Job], TextStream],
     store: Store | None = None,
     workers: Iterable[str] = (),
@@ -49,7 +51,8 @@ async def running_core(
     note_decision: Note = lambda key, decision: None,
 ) -> AsyncIterator[Core]:
     """A running core; its tasks end with the block. `workers` are addresses that are sought beside those with a lease;
-    without a store they are the only ones, and nothing is known of any cache."""
+    without a store they are the only ones, and nothing is known of any cache. `http_address`: where others
+    reach the edge."""
     clock = clock or SystemClock()
     index = Index()
     sessions = Sessions(
@@ -82,6 +85,8 @@ async def running_core(
         else:
             follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers, gone=requests.forget)
             tasks.append(group.create_task(follow.run(), name="follow"))
+            reports = Reports(store, Keys(config.name), requests.report, http_address)
+            tasks.append(group.create_task(reports.run(), name="reports"))
             if quotas.tenants:
                 leases = QuotaLeases(
                     store,

@@ -223,9 +223,9 @@ class Flight:
         return self.placed.prefill.worker_id if self.placed is not None and self.placed.prefill is not None else None
 
     @property
-    def was_handed_off(self) -> bool:
-        """Whether the prompt's KV came from the prefill worker; known at the end."""
-        return self._worker_timeline.prefill_worker != ""
+    def handed_over_by(self) -> str:
+        """The prefill worker that the prompt's KV came from, "" when there was none; known at the end."""
+        return self._worker_timeline.prefill_worker
 
     @property
     def num_generated(self) -> int:
@@ -256,6 +256,14 @@ class Flight:
         if self.first_token_at is None or self.num_generated <= self.job.n:
             return None
         return (now - self.first_token_at) / (self.num_generated / self.job.n - 1)
+
+    def verdict(self, now: float) -> str | None:
+        """How it did by its targets: as Targets.judge, or "failed"; None of one that its client gave up."""
+        if self.outcome == "cancelled":
+            return None
+        if self.outcome != "finished" or self.first_token_at is None:
+            return "failed"
+        return self.job.targets.judge(self.first_token_at - self.began, self.tpot_seconds(now))
 
     def explanation(self, outcome: str, now: float) -> Explanation:
         return _explained(self.outline(outcome, now), self.decided)

@@ -92,13 +92,9 @@ def ended(flight: Flight, now: float) -> None:
             ("generated", flight.num_generated),
         ):
             _TENANT_TOKENS.labels(job.tenant, kind).inc(number)
-    if not job.targets or flight.outcome == "cancelled":
-        return
-    if flight.outcome == "finished" and flight.first_token_at is not None:
-        outcome = job.targets.judge(flight.first_token_at - flight.began, flight.tpot_seconds(now))
-    else:
-        outcome = "failed"
-    _SLO.labels(job.service_class, outcome).inc()
+    verdict = flight.verdict(now)
+    if job.targets and verdict is not None:
+        _SLO.labels(job.service_class, verdict).inc()
 
 
 def forget(worker_id: str) -> None:

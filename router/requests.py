@@ -10,6 +10,7 @@ from functools import partial
 
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
+from headrace.reports import RouterReport
 from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
 from router import measures
 from router.decision_log import Note
@@ -25,6 +26,7 @@ from router.decisions.view import View, Views
 from router.flight import Explanation, Explanations, Flight, Job, Piece, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
+from router.tally import Tally
 from router.turns import Turns
 
 __all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
@@ -72,6 +74,7 @@ class Requests:
         self._views = Views(self._ledger, self._health)
         self._turns = Turns(admission, self._views.view, clock)
         self._flights: set[Flight] = set()
+        self._tally = Tally()
         self._explanations = Explanations(NUM_EXPLANATIONS)
         self._generations: dict[str, int] = {}
         self._next_number = 0
@@ -115,7 +118,12 @@ class Requests:
         self._generations.pop(worker_id, None)
         self._health.forget(worker_id)
         self._caches.forget(worker_id)
+        self._tally.forget(worker_id)
         measures.forget(worker_id)
+
+    def report(self) -> RouterReport:
+        """What came in and what became of it since the start, and what waits now."""
+        return self._tally.report(self._router_id, self._flights, self._clock.now())
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
@@ -149,6 +157,7 @@ class Requests:
         key = RequestKey(f"{self._router_id}:{self._next_number:x}")
         flight = Flight(job, key, lambda: self._open_text(job), self._clock.now())
         self._flights.add(flight)
+        self._tally.arrived(job)
         return flight, Mailbox(key, self._pacer, partial(self._relay, flight), job.n, partial(self._let_go, flight))
 
     def _arm_deadline(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> asyncio.TimerHandle:
@@ -329,7 +338,7 @@ class Requests:
         if placed is None or prediction is None or placed.pulls:
             return  # what is pulled from another cache says nothing of this one's entries
         # A decode worker with little left to compute does it itself, whatever the placement.
-        source = placed.prefill if placed.prefill is not None and flight.was_handed_off else placed.decode
+        source = placed.prefill if placed.prefill is not None and flight.handed_over_by else placed.decode
         error = self._caches.found(source, prediction, flight.cached_tokens, now)
         predicted = prediction.cached_tokens.get(source.worker_id, 0)
         measures.truth(source.worker_id, predicted, flight.cached_tokens, error)
@@ -344,6 +353,7 @@ class Requests:
         now = self._clock.now()
         self._explanations.add(flight.outline(flight.outcome, now), flight.decided)
         measures.ended(flight, now)
+        self._tally.finished(flight, now)
 
     def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:
         """Its worker is rid of it, and its place is free, though its client may not have read it all: one that reads

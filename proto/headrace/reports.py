@@ -24,10 +24,10 @@ class ClassCounts:
 @dataclass(frozen=True, slots=True)
 class RouterReport:
     """`seconds` is the router's own clock: only differences mean anything. `arrivals` counts requests that passed
-    validation, shed ones too, with their `prompt_tokens`; `max_tokens` is what they may generate at most. `cached_tokens`
-    were found by workers, of `computed_tokens` + themselves. The queue is as it stands. `pairs` counts hand-offs by
-    (prefill, decode) worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is
-    none."""
+    validation and ask for tokens of their own, shed ones too, with their `prompt_tokens`; `max_tokens` is what they may
+    generate at most. `cached_tokens` were found by workers, of `computed_tokens` + themselves. The queue is as it stands.
+    `pairs` counts finished hand-offs by (prefill, decode) worker, prompts that a worker computed alone under
+    ("", decode). `classes`: by service class; "" is none."""
 
     router_id: str
     http_address: str

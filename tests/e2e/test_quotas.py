@@ -11,7 +11,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 
+from cluster.router_reports import router_reports
 from headrace import metrics
+from headrace.reports import RouterReport
+from headrace.store import connect
 from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint
 from tests.e2e.test_http_router import until_health
 from tests.null_worker import NullWorker
@@ -54,7 +57,23 @@ async def ask(client: httpx.AsyncClient, router: RunningRouter, key: str) -> htt
     return await client.post(f"{router.http}/v1/completions", json=BODY, headers={"Authorization": f"Bearer {key}"})
 
 
-async def test_two_routers_spend_one_quota_and_say_when_to_come_back(routers: list[RunningRouter]) -> None:
+async def arrived(redis_url: str, number: int) -> list[RouterReport]:
+    """What the routers say in Redis, once so many requests have come and gone."""
+    store = connect(redis_url, 2.0)
+    try:
+        async with asyncio.timeout(10):
+            while True:
+                reports = list((await router_reports(store, "quotas")).values())
+                if sum(report.ended for report in reports) >= number:
+                    return reports
+                await asyncio.sleep(0.1)
+    finally:
+        await store.close()
+
+
+async def test_two_routers_spend_one_quota_and_say_when_to_come_back(
+    routers: list[RunningRouter], redis_url: str
+) -> None:
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         await asyncio.gather(*(until_health(router, SERVING) for router in routers))
         loop = asyncio.get_running_loop()
@@ -86,4 +105,9 @@ async def test_two_routers_spend_one_quota_and_say_when_to_come_back(routers: li
     ]
     assert sum(counts[:2]) == statuses[200]
     assert sum(counts[2:]) == statuses[429]
+    reports = await arrived(redis_url, sum(statuses.values()) + 2)
+    assert {report.http_address for report in reports} == {router.http.removeprefix("http://") for router in routers}
+    assert sum(report.classes[""].met for report in reports) == statuses[200] + 2
+    assert sum(report.classes[""].failed for report in reports) == statuses[429], "who is refused has arrived too"
+    assert sum(report.generated_tokens for report in reports) == 4 * (statuses[200] + 2)
     assert not any(key in page for page in pages for key in ("acme-1", "acme-2", "operator"))

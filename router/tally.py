@@ -1,0 +1,80 @@
+"""Counters of one router since it started, taken where the metrics are: what its report says (headrace.reports). Pure."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+
+from headrace.reports import ClassCounts, RouterReport
+from router.decisions.tenants import NO_CLASS
+from router.flight import Flight, Job
+
+MAX_PAIRS = 1024  # those used most: a report stays small though every worker once handed over to every other
+_VERDICTS = {"met": "met", "ttft": "missed_ttft", "tpot": "missed_tpot", "both": "missed_both", "failed": "failed"}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of one router since its start. Owned by its Requests."""
+
+    arrivals: int = 0
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ended: int = 0
+    ttft_seconds: float = 0.0
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def arrived(self, job: Job) -> None:
+        self.arrivals += 1
+        self.prompt_tokens += len(job.prompt_token_ids)
+        self.max_tokens += job.sampling.max_tokens * job.n
+
+    def finished(self, flight: Flight, now: float) -> None:
+        """The request is over, whichever way."""
+        self.ended += 1
+        self.generated_tokens += flight.num_generated
+        if flight.first_token_at is not None:
+            cached = flight.cached_tokens
+            self.cached_tokens += cached
+            self.computed_tokens += len(flight.job.prompt_token_ids) - cached
+            self.ttft_seconds += flight.first_token_at - flight.began
+        if flight.outcome == "finished":
+            self.pairs[flight.handed_over_by, flight.decode] += 1
+        verdict = flight.verdict(now)
+        if verdict is not None:
+            name = flight.job.service_class
+            self.verdicts["" if name == NO_CLASS else name, _VERDICTS[verdict]] += 1
+
+    def forget(self, worker_id: str) -> None:
+        for pair in [pair for pair in self.pairs if worker_id in pair]:
+            del self.pairs[pair]
+
+    def report(self, router_id: str, flights: Collection[Flight], now: float) -> RouterReport:
+        """Without the address, which is not known here."""
+        waiting = [flight for flight in flights if flight.state == "queued"]
+        classes: dict[str, ClassCounts] = {}
+        for (name, verdict), number in self.verdicts.items():
+            classes[name] = replace(classes.get(name, ClassCounts()), **{verdict: number})
+        return RouterReport(
+            router_id,
+            "",
+            now,
+            self.arrivals,
+            self.prompt_tokens,
+            self.max_tokens,
+            self.computed_tokens,
+            self.cached_tokens,
+            self.generated_tokens,
+            self.ended,
+            in_flight=len(flights) - len(waiting),
+            queued=len(waiting),
+            queued_tokens=sum(len(flight.job.prompt_token_ids) for flight in waiting),
+            oldest_queued_seconds=max((now - flight.began for flight in waiting), default=0.0),
+            ttft_seconds=self.ttft_seconds,
+            classes=classes,
+            pairs=dict(nlargest(MAX_PAIRS, self.pairs.items(), key=lambda item: item[1])),
+        )
