@@ -1,6 +1,6 @@
 """One request on its way through the router: what came in, what became of it so far, and what its client gets. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
@@ -109,6 +109,16 @@ class Explanation:
     worker_name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A request as a list of them has it: its explanation without the whys, but for the reason of each placement.
+    `seconds_ago`: since it ended; None while it runs."""
+
+    outline: Explanation
+    reasons: tuple[str, ...]
+    seconds_ago: float | None = None
+
+
 class Explanations:
     """Owns the explanations of the last requests that ended, `limit` of them, by the ids that their edge gave them. The
     whys are worked out of what was decided when somebody asks: each takes as long as a placement, and nearly all are
@@ -116,17 +126,26 @@ class Explanations:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_id: dict[str, tuple[Explanation, tuple[Decided, ...]]] = {}
+        self._by_id: dict[str, tuple[Explanation, tuple[Decided, ...], float]] = {}
 
-    def add(self, outline: Explanation, decided: Sequence[Decided]) -> None:
+    def add(self, outline: Explanation, decided: Sequence[Decided], now: float) -> None:
         self._by_id.pop(outline.request_id, None)
-        self._by_id[outline.request_id] = outline, tuple(decided)
+        self._by_id[outline.request_id] = outline, tuple(decided), now
         if len(self._by_id) > self._limit:
             del self._by_id[next(iter(self._by_id))]
 
     def find(self, request_id: str) -> Explanation | None:
         found = self._by_id.get(request_id)
-        return _explained(*found) if found is not None else None
+        return _explained(found[0], found[1]) if found is not None else None
+
+    def latest(self, now: float) -> Iterator[Recent]:
+        """The last one that ended first."""
+        for outline, decided, ended_at in reversed(self._by_id.values()):
+            yield Recent(outline, reasons_of(decided), now - ended_at)
+
+
+def reasons_of(decided: Sequence[Decided]) -> tuple[str, ...]:
+    return tuple([its.reason for its in decided])
 
 
 def _explained(outline: Explanation, decided: Sequence[Decided]) -> Explanation:
@@ -267,6 +286,9 @@ class Flight:
 
     def explanation(self, outcome: str, now: float) -> Explanation:
         return _explained(self.outline(outcome, now), self.decided)
+
+    def running(self, now: float) -> Recent:
+        return Recent(self.outline(self.state, now), reasons_of(self.decided))
 
     def outline(self, outcome: str, now: float) -> Explanation:
         """The explanation without its whys."""

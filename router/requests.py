@@ -23,13 +23,13 @@ from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.record import Decision
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.decisions.view import View, Views
-from router.flight import Explanation, Explanations, Flight, Job, Piece, RequestTimeline, TextStream
+from router.flight import Explanation, Explanations, Flight, Job, Piece, Recent, RequestTimeline, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
 from router.tally import Tally
 from router.turns import Turns
 
-__all__ = ["Explanation", "Job", "Piece", "RequestTimeline", "Requests"]
+__all__ = ["Explanation", "Job", "Piece", "Recent", "RequestTimeline", "Requests"]
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,13 @@ class Requests:
         if running is not None:
             return running.explanation(running.state, self._clock.now())
         return self._explanations.find(request_id)
+
+    def recent(self) -> Iterator[Recent]:
+        """Those that run, from the oldest on, then those that ended, from the last on: as many as are remembered."""
+        now = self._clock.now()
+        for flight in sorted(self._flights, key=lambda flight: flight.began):
+            yield flight.running(now)
+        yield from self._explanations.latest(now)
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone for good: nothing is remembered of it, and no series speaks of it."""
@@ -351,7 +358,7 @@ class Requests:
         if flight.waits_for_prefill:
             self._caches.ended(flight.key.request_id)
         now = self._clock.now()
-        self._explanations.add(flight.outline(flight.outcome, now), flight.decided)
+        self._explanations.add(flight.outline(flight.outcome, now), flight.decided, now)
         measures.ended(flight, now)
         self._tally.finished(flight, now)
 

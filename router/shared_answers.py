@@ -9,7 +9,7 @@ everybody's own deadline ends only his hearing.
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -21,7 +21,7 @@ from headrace.errors import DeadlineExceeded, Draining, HeadraceError, InternalE
 from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
-from router.flight import Explanation, Job, Piece
+from router.flight import Explanation, Job, Piece, Recent
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Computing(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
     def why(self, request_id: str, /) -> Explanation | None: ...
+    def recent(self) -> Iterator[Recent]: ...
     def sharing(self, job: Job) -> AbstractContextManager[None]: ...
 
 
@@ -101,6 +102,10 @@ class SharedAnswers:
     def why(self, request_id: str) -> Explanation | None:
         """Of a request that was answered from another one's tokens: why those ran where they ran."""
         return self._requests.why(self._names.get(request_id, request_id))
+
+    def recent(self) -> Iterator[Recent]:
+        """The computations: who heard them too is not named."""
+        return self._requests.recent()
 
     def close(self) -> None:
         """Ends all computations."""

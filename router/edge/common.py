@@ -15,7 +15,7 @@ from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.keyring import Keyring
-from router.requests import Explanation, Job, Piece
+from router.requests import Explanation, Job, Piece, Recent
 from router.text.limits import characters_of
 from router.text.served import Models, ServedModel
 
@@ -36,6 +36,7 @@ class Streams(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
     def why(self, request_id: str, /) -> Explanation | None: ...
+    def recent(self) -> Iterator[Recent]: ...
 
 
 class Relay:
@@ -133,6 +134,14 @@ class Edge:
         if explanation is None or tenant.name in (DEFAULT_TENANT, explanation.tenant):
             return explanation
         return None
+
+    def recent(self, tenant: Tenant, limit: int) -> list[Recent]:
+        """`limit` requests: up to half of them such that run, for the longest, then those that ended last. A tenant hears
+        of its own, as above."""
+        heard = [one for one in self._requests.recent() if tenant.name in (DEFAULT_TENANT, one.outline.tenant)]
+        running = [one for one in heard if one.seconds_ago is None][: max(limit // 2, 1)]
+        ended = [one for one in heard if one.seconds_ago is not None]
+        return running + ended[: limit - len(running)]
 
     async def drain(self) -> None:
         """Takes no new requests from now on; returns when those in flight have ended, but for those whose clients took

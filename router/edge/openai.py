@@ -1,4 +1,4 @@
-"""The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics, /why/ID).
+"""The HTTP edge: the OpenAI API, and what operators ask (/health, /ready, /metrics, /why/ID, /requests).
 
 An error before the first token is an HTTP error. After the 200 of a stream, which comes with its first token, or with the
 comment that a long wait for it brings, it is one `data: {"error": …}` event, after which the stream ends without `[DONE]`:
@@ -33,6 +33,7 @@ from router.requests import Job, Piece
 from router.text.served import ServedModel
 
 MAX_CHOICES = 1024
+MAX_RECENT = 200
 CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"  # of an answer's id, before the request's
 B = TypeVar("B", ChatBody, CompletionBody)
 _log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class OpenAi:
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/why/{request_id:path}", self.why),
+                Route("/requests", self.requests),
             ],
             exception_handlers={
                 HeadraceError: _refuse,
@@ -93,6 +95,15 @@ class OpenAi:
         if explanation is None:
             raise HTTPException(404, f"this router knows no request {given!r}, or no longer")
         return JSONResponse(await asyncio.to_thread(encode, explanation))
+
+    async def requests(self, request: Request) -> Response:
+        """Those that run and those that ended last, each as /why has it but for what was compared: one look at all of them
+        costs a router no more than an answer does."""
+        tenant = self._edge.authorise(request.headers.get("authorization"))
+        given = request.query_params.get("limit", "50")
+        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_RECENT):
+            raise InvalidRequest.out_of_range("limit", given, f"a whole number from 1 to {MAX_RECENT}")
+        return JSONResponse({"requests": [encode(one) for one in self._edge.recent(tenant, int(given))]})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(model) for model in self._edge.models]})

@@ -5,8 +5,8 @@ It detokenises, stops and counts as the core does, so that an edge is tested wit
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from headrace.clock import Clock
 from headrace.config import LimitsConfig
@@ -15,6 +15,7 @@ from headrace.values import Timeline, TokenLogprobs, Usage
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
+from router.flight import STATES, Recent
 from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece, RequestTimeline
 from router.text.served import Models, ServedModel
@@ -65,6 +66,12 @@ class Scripted:
 
     def why(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
+
+    def recent(self) -> Iterator[Recent]:
+        for running in (True, False):
+            for one in self.explanations.values():
+                if (one.outcome in STATES) == running:
+                    yield Recent(replace(one, whys=()), ("pair",), None if running else 3.0)
 
     async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
         stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)

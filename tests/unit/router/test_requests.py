@@ -272,6 +272,28 @@ async def test_why_is_worked_out_when_somebody_asks_and_not_at_the_end_of_every_
         assert (len(explanation.whys), asked) == (1, [10])
 
 
+async def test_requests_are_listed_with_why_they_ran_where_they_ran_and_nothing_is_worked_out_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "all_candidates", lambda *_: pytest.fail("a list compares nobody"))
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        for name in ("first", "second"):
+            task, request = await begin(on, decode, request_id=name)
+            decode.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+            await task
+        task, _ = await begin(on, decode, request_id="runs")
+        listed = list(on.requests.recent())
+        assert [(one.outline.request_id, one.outline.outcome, one.reasons) for one in listed] == [
+            ("runs", "prefill", ("pair",)),
+            ("second", "finished", ("pair",)),
+            ("first", "finished", ("pair",)),
+        ]
+        assert [one.seconds_ago is None for one in listed] == [True, False, False]
+        task.cancel()
+        await asyncio.wait([task])
+
+
 async def test_a_decode_worker_that_waited_too_long_for_another_prefill_worker_is_heard_under_the_old_name() -> None:
     """Its first token was dropped, and those that came by number were not: they did not add up."""
     prefill, decode = pair()

@@ -589,6 +589,37 @@ async def test_why_of_an_unknown_request_is_a_404_and_needs_a_key_where_there_ar
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
 
 
+async def test_the_list_of_requests_begins_with_those_that_run_and_holds_no_more_than_was_asked_for(
+    core: Scripted, clock: ManualClock
+) -> None:
+    for number in range(6):
+        core.explanations[f"e{number}"] = explanation(f"e{number}")
+        core.explanations[f"r{number}"] = replace(explanation(f"r{number}"), outcome="decode")
+    async with client_of(core, clock) as client:
+        found = (await client.get("/requests?limit=4")).json()["requests"]
+        assert [(one["outline"]["request_id"], one["seconds_ago"]) for one in found] == [
+            ("r0", None),
+            ("r1", None),
+            ("e0", 3.0),
+            ("e1", 3.0),
+        ]
+        assert (found[0]["reasons"], found[0]["outline"]["whys"]) == (["pair"], [])
+        for limit in ("0", "201", "x", "-1", "٣"):
+            refused = await client.get("/requests", params={"limit": limit})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+async def test_the_list_of_requests_needs_a_key_where_there_are_keys_and_shows_a_tenant_its_own(
+    core: Scripted, clock: ManualClock
+) -> None:
+    core.explanations = {"a": replace(explanation("a"), tenant="acme"), "b": explanation("b")}
+    async with client_of(core, clock, api_keys=KEYS, tenancy=TENANCY) as client:
+        assert (await client.get("/requests")).status_code == 401
+        for key, names in (("acme-1", ["a"]), ("beta-1", []), ("operator", ["a", "b"])):
+            found = (await client.get("/requests", headers={"Authorization": f"Bearer {key}"})).json()["requests"]
+            assert [one["outline"]["request_id"] for one in found] == names
+
+
 CHAT_CLASS = Targets(1.0, 0.05)
 TENANCY = Tenancy(
     {"default": Tenant(), "acme": Tenant("acme", cache_domain="acme", max_priority=3), "beta": Tenant("beta")},
