@@ -57,6 +57,9 @@ bench-router: setup  ## what the index and a placement cost, in time and memory 
 bench-sim: setup  ## 1,000 virtual workers and 100,000 requests on one core; hot prefixes and ties (GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_sim --out docs/benchmarks/sim-cpu.json $(if $(GATE),--gate)
 
+bench-operate: setup  ## what it costs to run a cluster: controller, planner, load generator, metrics (ONLY=a row; GATE=1 fails on a miss)
+	$(PY)/python -m loadtests.bench_operate $(if $(ONLY),$(addprefix --only ,$(ONLY)),--out docs/benchmarks/operate-cpu.json) $(if $(GATE),--gate)
+
 gpu-test:  ## the kernels, the engine, the links and parallel ranks on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
@@ -86,4 +89,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-gpu bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

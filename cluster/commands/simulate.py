@@ -55,11 +55,12 @@ def command(
     Requests pass production's admission, placement, index and schedulers under a virtual clock; what a step or a
     transfer takes comes from the card's cost model.
     """
-    from cluster.simulation import cards, compare, generators, plots
+    from cluster.simulation import cards, compare, plots
     from cluster.simulation.fleet import Fleet
     from cluster.simulation.policies import POLICIES
-    from cluster.simulation.results import Slo
-    from headrace import traces
+    from headrace import generators, traces
+    from headrace.goodput import Slo
+    from headrace.pyplot import pyplot
 
     fleet = Fleet(cards.load(card), prefill=prefill, decode=decode, unified=unified)
     if (trace is None) == (shape is None):
@@ -82,7 +83,7 @@ def command(
     if day:
         rows = generators.day_curve(rows)
     if plot_path is not None:
-        plots.pyplot()
+        pyplot()
     traffic = (
         f"{trace.name if trace is not None else shape}: {len(rows)} requests, {generators.rate(rows):.2f} a second"
     )

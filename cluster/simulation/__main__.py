@@ -13,12 +13,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster.simulation import cards, generators, plots, sweep
+from cluster.simulation import cards, plots, sweep
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.policies import POLICIES
-from cluster.simulation.results import Slo
-from headrace import traces
+from headrace import generators, traces
 from headrace.errors import ConfigError
+from headrace.goodput import Slo
 from router.decisions.tenants import Targets
 
 FRACTIONS = "0.2,0.4,0.6,0.8,1.0,1.2"

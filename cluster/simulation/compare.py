@@ -6,7 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from cluster.simulation.fleet import Fleet, Simulation
-from cluster.simulation.results import Slo, Summary, Tally, summarise
+from cluster.simulation.results import Summary, Tally, summarise
+from headrace.goodput import Slo
 from headrace.traces import TraceRow
 
 

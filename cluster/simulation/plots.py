@@ -5,19 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.simulation.results import Summary, Tally, ttft_seconds
-from headrace.errors import ConfigError
-
-
-def pyplot() -> Any:
-    """matplotlib's, drawing to files alone; ConfigError when it is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'headrace[plots]'") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
+from headrace.pyplot import pyplot
 
 
 def draw(runs: Sequence[tuple[Summary, Tally]], path: pathlib.Path) -> None:

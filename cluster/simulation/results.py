@@ -1,28 +1,17 @@
 """What a run was like: latencies, goodput, hits, balance, and each worker over time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.simulation.router import Served
+from headrace.goodput import Slo, percentiles
 from headrace.values import Role
 from workers.scheduling.work import StepWork
 
-PERCENTILES = (50, 90, 99)
 
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What clients were promised. TPOT: mean seconds per token after the first."""
-
-    ttft_seconds: float = 3.0
-    tpot_seconds: float = 0.05
-
-    def met(self, served: Served) -> bool:
-        if served.outcome != "finished":
-            return False
-        tpot = tpot_seconds(served)
-        return ttft_seconds(served) <= self.ttft_seconds and (tpot is None or tpot <= self.tpot_seconds)
+def met(slo: Slo, served: Served) -> bool:
+    return served.outcome == "finished" and slo.met(ttft_seconds(served), tpot_seconds(served))
 
 
 def ttft_seconds(served: Served) -> float:
@@ -116,7 +105,7 @@ def summarise(policy: str, tally: Tally, slo: Slo) -> Summary:
         outcomes[one.outcome] = outcomes.get(one.outcome, 0) + 1
     arrivals = [one.arrived_at for one in served]
     seconds = max(arrivals) - min(arrivals) if arrivals else 0.0
-    num_good = sum(slo.met(one) for one in served)
+    num_good = sum(met(slo, one) for one in served)
     prompt_tokens = sum(one.input_tokens for one in finished)
     tpots = [tpot for one in finished if (tpot := tpot_seconds(one)) is not None]
     balances = ((role.value, tally.balance(role)) for role in Role)
@@ -145,9 +134,3 @@ def _num_placed(tally: Tally) -> dict[str, int]:
         for worker_id in {one.decode, one.prefill} - {"", None}:
             counts[str(worker_id)] += 1
     return counts
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By nearest rank; empty where there are no values."""
-    ordered = sorted(values)
-    return {f"p{p}": ordered[max(-(-len(ordered) * p // 100) - 1, 0)] for p in PERCENTILES} if ordered else {}

@@ -7,10 +7,12 @@ one stretch of a trace may be half as heavy as another. It is found once, to wit
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.simulation import compare, generators
+from cluster.simulation import compare
 from cluster.simulation.fleet import Fleet
-from cluster.simulation.results import Slo, Summary
+from cluster.simulation.results import Summary
+from headrace import generators
 from headrace.errors import ConfigError
+from headrace.goodput import Slo
 from headrace.traces import TraceRow
 
 ATTAINMENT = 0.9

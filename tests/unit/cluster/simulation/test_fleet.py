@@ -8,14 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.simulation import generators
 from cluster.simulation.cards import Card
 from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.policies import POLICIES
-from cluster.simulation.results import Slo, Tally, summarise
+from cluster.simulation.results import Tally, summarise
 from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits
+from headrace import generators
 from headrace.costmodel import CostModel
 from headrace.errors import ConfigError, TransferFailed
+from headrace.goodput import Slo
 from headrace.traces import TraceRow
 from headrace.values import Role, Ticket
 from router.decisions.admission import WORKER_BACKLOG

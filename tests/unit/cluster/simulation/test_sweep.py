@@ -2,8 +2,9 @@
 
 import json
 
-from cluster.simulation import compare, generators, sweep
-from cluster.simulation.results import Slo
+from cluster.simulation import compare, sweep
+from headrace import generators
+from headrace.goodput import Slo
 from headrace.traces import TraceRow
 from tests.unit.cluster.simulation.test_fleet import fleet
 

@@ -12,7 +12,7 @@ Lengths and gaps are drawn; what is asked of a generator is how many requests, a
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import pi, sin
+from math import pi, sin, sqrt
 from random import Random
 
 from headrace.errors import ConfigError
@@ -96,6 +96,19 @@ def day_curve(rows: list[TraceRow], day_seconds: float = 600.0, swing: float = 0
         return max(high, 0.0)
 
     return [replace(row, seconds=inverse(row.seconds)) for row in rows]
+
+
+def ramp(rows: list[TraceRow], swing: float = 0.9) -> list[TraceRow]:
+    """Arrivals whose rate climbs evenly from 1 - `swing` to 1 + `swing` of its mean, over the same time."""
+    if not 0 < swing <= 1:
+        raise ConfigError.out_of_range("swing", swing, "above 0 and at most 1")
+    seconds = rows[-1].seconds if rows else 0.0
+
+    def moved(passed: float) -> float:
+        """Where the integral of the rate, (1 - swing)·x + swing·x², is as large as before."""
+        return (sqrt((1 - swing) ** 2 + 4 * swing * passed) - (1 - swing)) / (2 * swing)
+
+    return [replace(row, seconds=seconds * moved(row.seconds / seconds)) if seconds else row for row in rows]
 
 
 def _chat(random: Random) -> tuple[int, int]:

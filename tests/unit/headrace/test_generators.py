@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from cluster.simulation import generators
+from headrace import generators
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
 
@@ -54,6 +54,18 @@ def test_a_day_swings_and_loses_nothing() -> None:
     per_tenth = Counter(int(row.seconds % 100 / 10) for row in rows)
     assert per_tenth[0] < 0.35 * 300
     assert per_tenth[5] > 1.6 * 300
+
+
+def test_a_ramp_climbs_evenly_and_loses_nothing() -> None:
+    rows = generators.ramp(ROWS, swing=0.9)
+    assert len(rows) == len(ROWS)
+    assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
+    assert rows[-1].seconds == pytest.approx(ROWS[-1].seconds)
+    per_tenth = Counter(int(row.seconds / ROWS[-1].seconds * 10) for row in rows)
+    assert [per_tenth[at] for at in (0, 5, 9)] == pytest.approx([57, 327, 543], abs=6)
+    assert generators.ramp([]) == []
+    with pytest.raises(ConfigError, match="swing: must be above 0"):
+        generators.ramp(ROWS, swing=0.0)
 
 
 def test_a_rate_is_scaled_by_time_alone() -> None:
