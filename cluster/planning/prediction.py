@@ -1,0 +1,328 @@
+"""What requests will see of so many workers.
+
+    wait for a row on a decode worker → wait for a prefill worker → prefill → hand-over → decode steps
+
+Prefill  an M/G/c queue in front of all prefill workers together: placement knows what waits where.
+Decode   a worker with n sequences makes a token for each in τ(n) = a + s·n. Processor sharing with that speed has a
+         product form: n is negative binomial, its mean by Little's law, its variance n·τ/a. A request sees the average
+         over its own time, so the longer its answer, the less of that variance (an Ornstein-Uhlenbeck average).
+Unified  steps that hold a prompt stall those that decode: φ of the time is prefill, so a token takes τ / (1 − φ).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from cluster.planning.load import Length, Load, Pools, Target, Worker
+from cluster.planning.queueing import Wait, normal_cdf, quantile, wait
+from headrace.costmodel import CostModel
+
+MESSAGE_SECONDS = 5e-4  # from process to process
+HAND_OVER_MESSAGES = 4  # submit, ticket, announcement, token
+ALONE_MESSAGES = 2
+JOIN_STEPS = 1.5  # a sequence joins the step after the one that is planned already, half a step into the running one
+FULL = 1 - 1e-9
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """These pools never catch up with the load. `utilisation` of the pool that is short, 1 or more."""
+
+    pool: str
+    utilisation: float
+    reason: str
+
+
+class Prediction:
+    """What requests will see. Everything is a function of the load and the pools; percentiles are worked out when asked.
+
+    `sequences`: on a decode worker, on average; `slots`: the most it holds, by rows or KV; `busy`: the share of time that
+    a prefill worker computes.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        target: Target,
+        *,
+        wait: Wait,
+        slot_wait: Wait,
+        service: Sequence[float],
+        fixed_seconds: Sequence[float],
+        tpots: Sequence[tuple[float, float]],
+        prefill_busy: float,
+        sequences: float,
+        slots: float,
+        step_seconds: float,
+    ) -> None:
+        self.load = load
+        self.target = target
+        self.wait = wait
+        self.slot_wait = slot_wait
+        self.prefill_busy = prefill_busy
+        self.sequences = sequences
+        self.slots = slots
+        self.step_seconds = step_seconds
+        self._least = [s + f for s, f in zip(service, fixed_seconds, strict=True)]
+        self._tpots = tpots
+        if slot_wait.mean > wait.mean:
+            self._long, self._short = slot_wait, wait.mean
+        else:
+            self._long, self._short = wait, slot_wait.mean
+
+    def _ttft_within(self, least: float, seconds: float) -> float:
+        """Of the two waits the longer one varies; the other is its mean."""
+        return self._long.within(seconds - least - self._short)
+
+    @staticmethod
+    def _tpot_within(tpot: tuple[float, float], seconds: float) -> float:
+        mean, deviation = tpot
+        if mean <= 0:
+            return 1.0  # one token: it has no TPOT
+        return normal_cdf((seconds - mean) / deviation) if deviation > 0 else float(mean <= seconds)
+
+    @cached_property
+    def ttft_attainment(self) -> float:
+        limit = self.target.ttft_seconds
+        return sum(self._ttft_within(least, limit) for least in self._least) / len(self._least)
+
+    @cached_property
+    def tpot_attainment(self) -> float:
+        return sum(self._tpot_within(tpot, self.target.tpot_seconds) for tpot in self._tpots) / len(self._tpots)
+
+    @cached_property
+    def attainment(self) -> float:
+        """Requests that keep both, of all."""
+        ttft, tpot = self.target.ttft_seconds, self.target.tpot_seconds
+        both = (
+            self._ttft_within(a, ttft) * self._tpot_within(b, tpot)
+            for a, b in zip(self._least, self._tpots, strict=True)
+        )
+        return sum(both) / len(self._least)
+
+    @property
+    def goodput_per_second(self) -> float:
+        return self.attainment * self.load.requests_per_second
+
+    @property
+    def decode_busy(self) -> float:
+        """Rows or KV that are taken, of those there are."""
+        return self.sequences / self.slots if self.slots else 1.0
+
+    @cached_property
+    def ttft_mean_seconds(self) -> float:
+        return sum(self._least) / len(self._least) + self.wait.mean + self.slot_wait.mean
+
+    @cached_property
+    def tpot_mean_seconds(self) -> float:
+        means = [mean for mean, _ in self._tpots if mean > 0]
+        return sum(means) / len(means) if means else 0.0
+
+    def ttft_within_share(self, share: float) -> float:
+        """The TTFT within which that share of requests stays."""
+        least = self._least
+        return quantile(lambda seconds: sum(self._ttft_within(one, seconds) for one in least) / len(least), share)
+
+    def tpot_within_share(self, share: float) -> float:
+        """The same of TPOT, of requests that have one."""
+        some = [tpot for tpot in self._tpots if tpot[0] > 0]
+        if not some:
+            return 0.0
+        return quantile(lambda seconds: sum(self._tpot_within(one, seconds) for one in some) / len(some), share)
+
+    @cached_property
+    def ttft_seconds(self) -> dict[str, float]:
+        return {f"p{p}": self.ttft_within_share(p / 100) for p in PERCENTILES}
+
+    @cached_property
+    def tpot_seconds(self) -> dict[str, float]:
+        return {f"p{p}": self.tpot_within_share(p / 100) for p in PERCENTILES}
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of service times: mean and squared coefficient of variation."""
+
+    mean: float
+    scv: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Moments":
+        mean = sum(values) / len(values)
+        return cls(mean, sum((value - mean) ** 2 for value in values) / len(values) / mean**2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """What a decode worker is given: tokens a second (`per_second` requests of `tokens` each), and what each sequence adds
+    to a step. Weights by the time that a request stays."""
+
+    tokens: float
+    sequence_seconds: float
+    sequence_scv: float
+    context_tokens: float
+
+    @classmethod
+    def of(cls, load: Load, cost: CostModel) -> "_Decoding":
+        steps = [max(length.output_tokens - 1, 0.0) for length in load.lengths]
+        total = sum(steps)
+        if total <= 0:
+            return cls(0.0, cost.decode_sequence_seconds, 0.0, 0.0)
+        contexts = [length.input_tokens + length.output_tokens / 2 for length in load.lengths]
+        adds = [cost.decode_sequence_seconds + cost.decode_context_token_seconds * context for context in contexts]
+        mean = sum(step * add for step, add in zip(steps, adds, strict=True)) / total
+        square = sum(step * add * add for step, add in zip(steps, adds, strict=True)) / total
+        context = sum(step * context for step, context in zip(steps, contexts, strict=True)) / total
+        return cls(total / len(steps), mean, square / mean**2 - 1 if mean else 0.0, context)
+
+
+def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: Target) -> Prediction | Overload:
+    """What this load sees of so many workers. For unified pools `decode` is the worker."""
+    if pools.unified:
+        return _predict_unified(pools.unified, decode, load, target)
+    services = [prefill.cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
+    moments = Moments.of(services)
+    rate = load.requests_per_second
+    queue = wait(pools.prefill, rate, moments.mean, moments.scv, load.gap_scv)
+    if queue is None:
+        return _short_of("prefill", pools.prefill, rate * moments.mean)
+    decoded = _decode(pools.decode, decode, load, stalled=0.0)
+    if isinstance(decoded, Overload):
+        return decoded
+    hand_overs = [_hand_over_seconds(decode, prefill, length) for length in load.lengths]
+    return Prediction(
+        load,
+        target,
+        wait=queue,
+        slot_wait=decoded.slot_wait,
+        service=services,
+        fixed_seconds=hand_overs,
+        tpots=_tpots(load, decoded, pools.decode, decode, stall=0.0, stall_square=0.0),
+        prefill_busy=rate * moments.mean / pools.prefill,
+        sequences=decoded.sequences,
+        slots=decoded.slots,
+        step_seconds=decoded.step_seconds,
+    )
+
+
+def _short_of(pool: str, num_workers: int, offered: float) -> Overload:
+    return Overload(
+        pool,
+        offered / num_workers if num_workers else math.inf,
+        f"{pool} is given {offered:.2f} worker-seconds of work a second, and has {num_workers}",
+    )
+
+
+def _hand_over_seconds(decode: Worker, prefill: Worker, length: Length) -> float:
+    """Messages, and the part of the transfer that no chunk's computing hides: the last chunk's."""
+    last = min(length.input_tokens, prefill.max_step_tokens)
+    return HAND_OVER_MESSAGES * MESSAGE_SECONDS + decode.cost.transfer_seconds(round(last * decode.kv_bytes_per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    sequences: float
+    slots: float
+    step_seconds: float
+    settle_seconds: float
+    sequence_seconds: float
+    variance: float
+    slot_wait: Wait
+
+
+def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> _Decoded | Overload:
+    """The state of `num_workers` that decode, each `stalled` of its time."""
+    given = _Decoding.of(load, worker.cost)
+    per_worker = load.requests_per_second / num_workers if num_workers else math.inf
+    held_tokens = given.context_tokens if given.context_tokens else load.mean(lambda x: x.input_tokens)
+    slots = min(float(worker.max_num_seqs), worker.kv_tokens / max(held_tokens, 1.0))
+    base, slope = worker.cost.decode_base_seconds, given.sequence_seconds
+    tokens_per_second = per_worker * given.tokens / max(1 - stalled, 1e-9)
+    busy = tokens_per_second * slope  # what of a decode worker's time sequences alone take
+    if busy >= FULL:
+        return _short_of("decode", num_workers, busy * num_workers)
+    sequences = tokens_per_second * base / (1 - busy)
+    full_step = base + slope * slots
+    stay = given.tokens * full_step / max(1 - stalled, 1e-9)
+    slot_wait = wait(max(int(num_workers * slots), 1), load.requests_per_second, stay, 1.0, load.gap_scv)
+    if slot_wait is None or slots < 1:
+        return Overload(
+            "decode",
+            sequences / max(slots, 1e-9),
+            f"{sequences:.1f} sequences would decode on each worker, and {slots:.1f} fit "
+            f"({worker.max_num_seqs} rows, {worker.kv_tokens:,.0f} tokens of KV)",
+        )
+    sequences = min(sequences, slots)
+    step = base + slope * sequences
+    # Sequences that come and go: Poisson, spread by bursts, by unequal contexts, and by steps that grow with them.
+    spread = (1 + load.gap_scv) / 2 * (1 + given.sequence_scv) * step / base
+    return _Decoded(
+        sequences=sequences,
+        slots=slots,
+        step_seconds=step / max(1 - stalled, 1e-9),
+        settle_seconds=given.tokens * step / max(1 - stalled, 1e-9) * step / base,
+        sequence_seconds=slope,
+        variance=sequences / num_workers * spread,
+        slot_wait=slot_wait,
+    )
+
+
+def _tpots(
+    load: Load, decoded: _Decoded, num_workers: int, worker: Worker, *, stall: float, stall_square: float
+) -> list[tuple[float, float]]:
+    """(mean, deviation) of TPOT for each length. `stall` seconds of prefill a second on a worker, and its second moment."""
+    tau = decoded.step_seconds
+    joins = 1 - math.exp(-decoded.sequences)
+    found: list[tuple[float, float]] = []
+    for length in load.lengths:
+        steps = length.output_tokens - 1
+        if steps < 1:
+            found.append((0.0, 0.0))
+            continue
+        lasts = steps * tau / decoded.settle_seconds
+        averaged = 2 * (lasts - 1 + math.exp(-lasts)) / lasts**2
+        variance = decoded.sequence_seconds**2 * decoded.variance * averaged
+        if stall:
+            variance += stall_square * tau / steps
+        found.append((tau * (1 + joins * JOIN_STEPS / steps), math.sqrt(variance)))
+    return found
+
+
+def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Target) -> Prediction | Overload:
+    """Each step that holds a prompt also decodes, and pays the larger base once."""
+    cost, rate = worker.cost, load.requests_per_second
+    alone = [cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
+    adds = [max(seconds - min(cost.prefill_base_seconds, cost.decode_base_seconds), 0.0) for seconds in alone]
+    stalls = Moments.of([max(add, 1e-9) for add in adds])
+    per_worker = rate / num_workers
+    stalled = per_worker * stalls.mean
+    if stalled >= FULL:
+        return _short_of("unified", num_workers, rate * stalls.mean)
+    decoded = _decode(num_workers, worker, load, stalled=stalled)
+    if isinstance(decoded, Overload):
+        return replace(decoded, pool="unified")
+    plain_step = decoded.step_seconds * (1 - stalled)
+    # A prompt's own step also decodes; the step that runs and the one that is planned come first.
+    services = [add + plain_step for add in adds]
+    joins = 1 - math.exp(-decoded.sequences)
+    fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
+    moments = Moments.of(services)
+    queue = wait(num_workers, rate, moments.mean, moments.scv, load.gap_scv)
+    if queue is None:
+        return _short_of("unified", num_workers, rate * moments.mean)
+    stall_square = per_worker * stalls.mean**2 * (1 + stalls.scv)
+    return Prediction(
+        load,
+        target,
+        wait=queue,
+        slot_wait=decoded.slot_wait,
+        service=services,
+        fixed_seconds=[fixed] * len(services),
+        tpots=_tpots(load, decoded, num_workers, worker, stall=stalled, stall_square=stall_square),
+        prefill_busy=stalled,
+        sequences=decoded.sequences,
+        slots=decoded.slots,
+        step_seconds=decoded.step_seconds,
+    )
