@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from cluster.pools import Addresses, RayPools
+from cluster.pools import WAITING, Addresses, RayPools
 from cluster.reconcile import (
     Action,
     Desired,
@@ -26,11 +26,12 @@ from cluster.reconcile import (
     reconcile,
 )
 from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
-from cluster.worker_client import WorkerClient
+from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.errors import HeadraceError, InternalError, WorkerLost
 from headrace.store import StoreUnavailable
+from headrace.values import Role
 from workers.spec import WorkerSpec
 
 TICK_SECONDS = 1.0
@@ -40,15 +41,17 @@ SILENT_SECONDS = 30.0
 
 @dataclass
 class _Worker:
-    """One worker of this controller's table; changed by its own task and by the loop, on one event loop."""
+    """One worker of this controller's table; changed by its own task and by the loop, on one event loop. `report`: what it
+    last said of itself."""
 
     seen: ObservedWorker
     addresses: Addresses = field(default_factory=Addresses)
+    report: WorkerReport | None = None
     task: asyncio.Task[None] | None = None
     drain: asyncio.Task[None] | None = None
 
     def enter(self, phase: Phase, now: float, reason: str = "") -> None:
-        self.seen = replace(self.seen, phase=phase, since=now, reason=reason)
+        self.seen = replace(self.seen, phase=phase, since=now, reason=reason, pending=False)
 
 
 class Controller:
@@ -97,23 +100,26 @@ class Controller:
     async def _read_desired(self) -> Desired:
         desired = await self._state.desired()
         if desired is None:
-            desired = rebuilt(self._config, [worker.seen for worker in self._workers.values()])
+            desired = self._desired or rebuilt(self._config, [worker.seen for worker in self._workers.values()])
+            desired = replace(desired, trusted=False)
             await self._state.write_desired(desired)
         return desired
 
     async def _adopt(self, tasks: asyncio.TaskGroup) -> None:
-        """Once, on the first lead: workers and generations of an earlier controller are taken over."""
+        """Once, on the first lead: workers and generations of an earlier controller are taken over, in the roles that they
+        have by now."""
         if self._adopted:
             return
         before = await self._state.observed()
         self._history = before.generations() if before else {}
-        for adopted in await self._pools.adopt():
+        adopted_workers = await self._pools.adopt()
+        reports = await asyncio.gather(*(_described(adopted.addresses) for adopted in adopted_workers))
+        for adopted, report in zip(adopted_workers, reports, strict=True):
             spec = adopted.spec
             pool, _, index = spec.worker_id.rpartition("-")
-            seen = ObservedWorker(
-                pool, int(index), spec.generation, spec.role, spec.layout, Phase.READY, self._clock.now()
-            )
-            worker = _Worker(seen, adopted.addresses)
+            role = Role(report.role) if report is not None else spec.role
+            seen = ObservedWorker(pool, int(index), spec.generation, role, spec.layout, Phase.READY, self._clock.now())
+            worker = _Worker(seen, adopted.addresses, report=report)
             self._workers[spec.worker_id] = worker
             known = self._history.get(spec.worker_id, History())
             self._history[spec.worker_id] = known.started(max(spec.generation, known.generation))
@@ -198,7 +204,7 @@ class Controller:
         """A worker's life up to its end, whatever ends it."""
 
         def progress(reason: str) -> None:
-            worker.seen = replace(worker.seen, reason=reason)
+            worker.seen = replace(worker.seen, reason=reason, pending=reason.startswith(WAITING))
             self._changed.set()
 
         try:
@@ -230,7 +236,8 @@ class Controller:
             while self._clock.now() - good < SILENT_SECONDS:
                 await asyncio.sleep(HEALTH_SECONDS)
                 try:
-                    reason = (await client.describe()).unhealthy_reason
+                    worker.report = await client.describe()
+                    reason = worker.report.unhealthy_reason
                 except WorkerLost as error:
                     reason = error.message
                 except InternalError:
@@ -289,3 +296,12 @@ class Controller:
             self._remove(worker)
         with contextlib.suppress(StoreUnavailable):
             await self._state.forget()
+
+
+async def _described(addresses: Addresses) -> WorkerReport | None:
+    """What it says of itself; None when it does not answer."""
+    try:
+        async with WorkerClient(addresses.service) as client:
+            return await client.describe()
+    except (WorkerLost, InternalError):
+        return None

@@ -29,6 +29,7 @@ WATCH_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 MARGIN_SECONDS = 10.0
 
+WAITING = "waits for "  # how a start that has no room yet begins to say so
 Progress = Callable[[str], None]
 
 
@@ -109,7 +110,7 @@ class RayPools:
                 lifetime="detached",
             )
             self._groups[key] = group
-            progress(f"waits for {describe_resources(placement.bundles)}")
+            progress(f"{WAITING}{describe_resources(placement.bundles)}")
             await group.ready()
             progress("starts")
             ranks = [self._create(spec, place, group) for place in placement.ranks]

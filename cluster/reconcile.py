@@ -8,7 +8,7 @@ Missing data takes nothing away: while `Desired.trusted` is false (Redis had non
 configuration), no worker is drained, none changes its role, and no pool is made smaller.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -22,11 +22,18 @@ MAX_DELAY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DesiredPool:
-    """How many workers of which kind."""
+    """How many workers of which kind. `lent` of them serve the other one of prefill and decode, until they are needed here
+    again: they keep their slots, weights and caches."""
 
     role: Role
     replicas: int
     layout: ParallelLayout = field(default_factory=ParallelLayout)
+    lent: int = 0
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks, on CPUs."""
+        return self.replicas * self.layout.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock."""
+    """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock.
+    `pending`: it starts, and has no room in the cluster yet."""
 
     pool: str
     index: int
@@ -59,6 +67,7 @@ class ObservedWorker:
     phase: Phase
     since: float
     reason: str = ""
+    pending: bool = False
 
     @property
     def worker_id(self) -> str:
@@ -195,18 +204,20 @@ def _leave(worker: ObservedWorker, why: str) -> Action:
 
 
 def _surplus(staying: list[ObservedWorker], target: DesiredPool) -> list[ObservedWorker]:
-    """Those beyond the wanted number: first who is not ready yet, then the highest index."""
-    order = sorted(staying, key=lambda worker: (worker.phase is Phase.READY, -worker.index))
+    """Those beyond the wanted number: first who is not ready yet, then who would have to change its role to stay; of equals
+    the highest index."""
+    by_index = sorted(staying, key=lambda worker: -worker.index)
+    ready = [worker for worker in by_index if worker.phase is Phase.READY]
+    other = [worker for worker in ready if worker.role is not target.role]
+    too_many = max(len(other) - target.lent, 0)
+    order = [worker for worker in by_index if worker.phase is not Phase.READY]
+    order += [*other[:too_many], *(worker for worker in ready if worker.role is target.role), *other[too_many:]]
     return order[: max(len(staying) - target.replicas, 0)]
 
 
 def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) -> list[Action]:
     """Roles flip in place. Another layout needs another worker: one at a time, while all others of the pool serve."""
-    actions: list[Action] = [
-        SetRole(worker.worker_id, worker.generation, target.role)
-        for worker in kept
-        if trusted and worker.role is not target.role and worker.phase is Phase.READY
-    ]
+    actions: list[Action] = list(_flips(kept, target)) if trusted else []
     misfits = [worker for worker in kept if worker.layout != target.layout]
     starting = [worker for worker in misfits if worker.phase is Phase.STARTING]
     whole = len(kept) == target.replicas and all(worker.phase is Phase.READY for worker in kept)
@@ -214,6 +225,21 @@ def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) ->
         worker = max(starting or misfits, key=lambda worker: worker.index)
         actions.append(_leave(worker, f"its pool is {target.layout} now, it is {worker.layout}"))
     return actions
+
+
+def _flips(kept: list[ObservedWorker], target: DesiredPool) -> Iterator[SetRole]:
+    """Workers start in their pool's own role. Who is lent already stays so; others go by the highest index, and come back
+    by the lowest."""
+    lent_role = target.role.other
+    ready = sorted((worker for worker in kept if worker.phase is Phase.READY), key=lambda worker: worker.index)
+    lent = [worker for worker in ready if worker.role is lent_role and lent_role is not target.role]
+    staying = lent[max(len(lent) - target.lent, 0) :]
+    own = [worker for worker in ready if worker not in lent]
+    going = own[max(len(own) - (target.lent - len(staying)), 0) :]
+    for worker in ready:
+        wanted = lent_role if worker in staying or worker in going else target.role
+        if worker.role is not wanted:
+            yield SetRole(worker.worker_id, worker.generation, wanted)
 
 
 def _starts(

@@ -9,7 +9,7 @@ Redis is away.
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Phase
@@ -135,13 +135,25 @@ def configured(config: ClusterConfig, *, trusted: bool) -> Desired:
 
 
 def rebuilt(config: ClusterConfig, workers: list[ObservedWorker]) -> Desired:
-    """The desired state when Redis lost it: the configuration, and no pool smaller than what serves now."""
+    """The desired state when Redis lost it and nobody remembers: what serves now, and what the configuration asks for
+    beyond that, as far as the budget of GPUs goes."""
     pools: dict[str, DesiredPool] = {}
-    for name, pool in configured(config, trusted=False).pools.items():
+    left = config.autoscaling.budget_gpus if config.autoscaling.scales else None
+    asked = configured(config, trusted=False).pools
+    for name, pool in asked.items():
         serving = [
             worker for worker in workers if worker.pool == name and worker.phase in (Phase.READY, Phase.STARTING)
         ]
-        pools[name] = DesiredPool(pool.role, max(pool.replicas, len(serving)), pool.layout)
+        lent = sum(worker.role is not pool.role and worker.role is pool.role.other for worker in serving)
+        pools[name] = replace(pool, replicas=len(serving), lent=lent)
+    if left is not None:
+        left -= sum(pool.num_gpus for pool in pools.values())
+    for name, pool in asked.items():
+        more = max(pool.replicas - pools[name].replicas, 0)
+        if left is not None:
+            more = min(more, max(left, 0) // pool.layout.world_size)
+            left -= more * pool.layout.world_size
+        pools[name] = replace(pools[name], replicas=pools[name].replicas + more)
     return Desired(pools, trusted=False)
 
 
@@ -149,6 +161,7 @@ def encode_desired(desired: Desired) -> str:
     return json.dumps(
         {
             name: {"role": pool.role.value, "replicas": pool.replicas, "tp": pool.layout.tp, "pp": pool.layout.pp}
+            | ({"lent": pool.lent} if pool.lent else {})
             for name, pool in desired.pools.items()
         }
     )
@@ -160,13 +173,16 @@ def decode_desired(raw: bytes | str) -> Desired | None:
         data: dict[str, dict[str, Any]] = json.loads(raw)
         pools = {
             name: DesiredPool(
-                Role(pool["role"]), int(pool["replicas"]), ParallelLayout(int(pool["tp"]), int(pool["pp"]))
+                Role(pool["role"]),
+                int(pool["replicas"]),
+                ParallelLayout(int(pool["tp"]), int(pool["pp"])),
+                int(pool.get("lent", 0)),
             )
             for name, pool in data.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    if any(pool.replicas < 0 for pool in pools.values()):
+    if any(not 0 <= pool.lent <= pool.replicas for pool in pools.values()):
         return None
     return Desired(pools)
 

@@ -31,10 +31,13 @@ class _Section(BaseModel):
 
 class PoolConfig(_Section):
     """Workers of one kind. GPUs per replica = tp × pp, or none on CPU. `rank_resources`: what Ray sets aside for each rank
-    of this pool, which ties it to nodes that have a resource of its own; null: what `ray.rank_resources` says."""
+    of this pool, which ties it to nodes that have a resource of its own; null: what `ray.rank_resources` says. Where pools
+    are scaled (`autoscaling.mode`), they begin with `replicas` and stay within `min_replicas` and `max_replicas`."""
 
     role: Literal["prefill", "decode", "unified"]
     replicas: int = Field(default=1, ge=0, le=4096)
+    min_replicas: int | None = Field(default=None, ge=0, le=4096, description="null: `replicas`")
+    max_replicas: int | None = Field(default=None, ge=0, le=4096, description="null: `replicas`")
     tp: int = Field(default=1, ge=1, le=64)
     pp: int = Field(default=1, ge=1, le=64)
     rank_resources: RankResources | None = Field(default=None, min_length=1)
@@ -46,6 +49,13 @@ class PoolConfig(_Section):
     @property
     def worker_role(self) -> Role:
         return Role(self.role)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most workers, where the pool is scaled."""
+        least = self.replicas if self.min_replicas is None else self.min_replicas
+        most = self.replicas if self.max_replicas is None else self.max_replicas
+        return least, most
 
 
 class EngineConfig(_Section):
@@ -159,6 +169,44 @@ class AdmissionConfig(_Section):
     result_cache_seconds: float = Field(default=300.0, gt=0, le=86400)
 
 
+class AutoscalingConfig(_Section):
+    """Who sizes pools, and flips the roles of their workers: nobody (`fixed`), the controller (`controller`), or others by
+    what it advises, while it flips roles alone (`external`). `dry-run` decides and records, and changes nothing. Times in
+    seconds; docs/autoscaling.md has the model."""
+
+    mode: Literal["fixed", "dry-run", "external", "controller"] = "fixed"
+    budget_gpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**20,
+        description="of all pools together, tp × pp each worker; null: what `max_replicas` give",
+    )
+    service_class: Name | None = Field(
+        default=None, description="whose targets pools are sized for; null: that of `admission.service_class`"
+    )
+    attainment: float = Field(default=0.99, ge=0.5, lt=1, description="of requests that are to meet those targets")
+    interval_seconds: float = Field(default=15.0, ge=0.1, le=3600, description="between decisions")
+    window_seconds: float = Field(default=120.0, ge=1, le=3600, description="what counts as the load of now")
+    lead_seconds: float = Field(
+        default=300.0, ge=0, le=7200, description="how far ahead of the load workers are started"
+    )
+    hold_seconds: float = Field(
+        default=1800.0, ge=1, le=86400, description="how long fewer must have sufficed before any is taken away"
+    )
+    pending_seconds: float = Field(
+        default=120.0, ge=1, le=3600, description="that a new worker may wait for room before it is given up"
+    )
+    idle_seconds: float = Field(
+        default=900.0, ge=1, le=86400, description="without a request before a pool with `min_replicas: 0` goes to zero"
+    )
+    standby_workers: int = Field(default=0, ge=0, le=4096, description="ready ones beyond what the load needs")
+
+    @property
+    def scales(self) -> bool:
+        """Whether sizes change by themselves."""
+        return self.mode == "controller"
+
+
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
@@ -209,7 +257,13 @@ class ClusterConfig(_Section):
     service_classes: dict[Name, ServiceClassConfig] = {}
     tenants: dict[Name, TenantConfig] = {}
     admission: AdmissionConfig = AdmissionConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     fault_hooks: bool = False
+
+    @property
+    def starts_from_zero(self) -> bool:
+        """Whether workers may come because requests wait for them: no worker at all is then no reason to refuse any."""
+        return self.autoscaling.scales and all(pool.bounds[0] == 0 < pool.bounds[1] for pool in self.pools.values())
 
     @property
     def model_name(self) -> str:
@@ -235,12 +289,39 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
             f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
         )
     _check_classes(config, source)
+    if config.autoscaling.mode != "fixed":
+        _check_scaling(config, source)
     return config
+
+
+def _check_scaling(config: ClusterConfig, source: str) -> None:
+    """Bounds that can be kept, within the budget, and an SLO that sizes follow from."""
+    for name, pool in config.pools.items():
+        least, most = pool.bounds
+        if not least <= pool.replicas <= most:
+            key = f"{source}: pools.{name}"
+            raise ConfigError.out_of_range(key, f"{least} ≤ {pool.replicas} ≤ {most}", "min ≤ replicas ≤ max")
+    its = config.autoscaling
+    if its.budget_gpus is not None:
+        for what, sizes in (
+            ("min_replicas", {name: pool.bounds[0] for name, pool in config.pools.items()}),
+            ("replicas", {name: pool.replicas for name, pool in config.pools.items()}),
+        ):
+            needed = sum(size * config.pools[name].layout.world_size for name, size in sizes.items())
+            if needed > its.budget_gpus:
+                allowed = f"at least {needed}, which {what} of all pools take"
+                raise ConfigError.out_of_range(f"{source}: autoscaling.budget_gpus", its.budget_gpus, allowed)
+    if its.service_class is None and config.admission.service_class is None:
+        raise ConfigError(
+            f"{source}: autoscaling.service_class: must name one of service_classes: sizes follow from its targets",
+            key="autoscaling.service_class",
+        )
 
 
 def _check_classes(config: ClusterConfig, source: str) -> None:
     """Every class that is named is one that there is."""
     named = [("admission.service_class", config.admission.service_class)]
+    named.append(("autoscaling.service_class", config.autoscaling.service_class))
     for tenant, its in config.tenants.items():
         named.append((f"tenants.{tenant}.service_class", its.service_class))
         named += [(f"tenants.{tenant}.service_classes", name) for name in its.service_classes or ()]

@@ -26,6 +26,11 @@ class Role(StrEnum):
     UNIFIED = "unified"
 
     @property
+    def other(self) -> "Role":
+        """What a worker that is lent to the other pool does; a unified one does both already."""
+        return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self, self)
+
+    @property
     def prefills(self) -> bool:
         return self is not Role.DECODE
 

@@ -103,14 +103,13 @@ class World:
 
 def pools(draw: st.DrawFn) -> dict[str, DesiredPool]:
     names = draw(st.sets(st.sampled_from(["prefill", "decode", "spare"])))
-    return {
-        name: DesiredPool(
-            draw(st.sampled_from(Role)),
-            draw(st.integers(0, 4)),
-            draw(st.sampled_from([ONE, TWO, ParallelLayout(2, 2)])),
-        )
-        for name in sorted(names)
-    }
+    layouts = st.sampled_from([ONE, TWO, ParallelLayout(2, 2)])
+    found = {}
+    for name in sorted(names):
+        replicas = draw(st.integers(0, 4))
+        lent = draw(st.integers(0, replicas))
+        found[name] = DesiredPool(draw(st.sampled_from(Role)), replicas, draw(layouts), lent)
+    return found
 
 
 desired_states = st.composite(lambda draw: Desired(pools(draw)))()
@@ -134,7 +133,9 @@ def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) 
     for name, pool in desired.pools.items():
         workers = [worker for worker in world.workers.values() if worker.pool == name]
         assert len(workers) == pool.replicas
-        assert all(worker.role is pool.role and worker.layout == pool.layout for worker in workers)
+        assert all(worker.layout == pool.layout for worker in workers)
+        roles = [pool.role.other] * pool.lent + [pool.role] * (pool.replicas - pool.lent)
+        assert sorted(worker.role for worker in workers) == sorted(roles)
     assert all(worker.pool in desired.pools for worker in world.workers.values())
     assert reconcile(desired, world.observed, world.now) == []
 
@@ -207,6 +208,25 @@ def test_a_role_flips_in_place() -> None:
     world, _ = settled(decode=1)
     flipped = Desired({"decode": DesiredPool(Role.PREFILL, 1)})
     assert reconcile(flipped, world.observed, world.now) == [SetRole("decode-0", 1, Role.PREFILL)]
+
+
+def test_the_highest_workers_are_lent_and_the_lowest_of_them_come_back() -> None:
+    world, _ = settled(decode=4)
+    lent = Desired({"decode": DesiredPool(Role.DECODE, 4, lent=2)})
+    flips = [SetRole(f"decode-{index}", 1, Role.PREFILL) for index in (2, 3)]
+    assert reconcile(lent, world.observed, world.now) == flips
+    world.settle(lent)
+    back = Desired({"decode": DesiredPool(Role.DECODE, 4, lent=1)})
+    assert reconcile(back, world.observed, world.now) == [SetRole("decode-2", 1, Role.DECODE)]
+
+
+def test_a_pool_that_shrinks_beside_lending_flips_nobody_that_it_need_not() -> None:
+    world, _ = settled(decode=5)
+    world.settle(Desired({"decode": DesiredPool(Role.DECODE, 5, lent=2)}))
+    smaller = Desired({"decode": DesiredPool(Role.DECODE, 2, lent=1)})
+    actions = reconcile(smaller, world.observed, world.now)
+    assert sorted(action.worker_id for action in actions) == ["decode-1", "decode-2", "decode-4"]
+    assert all(isinstance(action, Drain) for action in actions), "decode-0 decodes and decode-3 prefills already"
 
 
 def test_another_layout_replaces_one_worker_at_a_time() -> None:

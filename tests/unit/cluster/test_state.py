@@ -6,13 +6,13 @@ import pytest
 
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
 from cluster.state import ControlState, ObservedState, WorkerRecord, configured, decode_desired, encode_desired, rebuilt
-from headrace.config import ClusterConfig, PoolConfig
+from headrace.config import AutoscalingConfig, ClusterConfig, PoolConfig
 from headrace.keys import Keys
 from headrace.store import Store, connect
 from headrace.values import ParallelLayout, Role
 
 DESIRED = Desired(
-    {"prefill": DesiredPool(Role.PREFILL, 2, ParallelLayout(2, 1)), "decode": DesiredPool(Role.DECODE, 1)}
+    {"prefill": DesiredPool(Role.PREFILL, 2, ParallelLayout(2, 1), lent=1), "decode": DesiredPool(Role.DECODE, 1)}
 )
 CONFIG = ClusterConfig(
     model="m", pools={"prefill": PoolConfig(role="prefill", tp=2), "decode": PoolConfig(role="decode", replicas=2)}
@@ -45,6 +45,17 @@ def test_a_lost_desired_state_is_rebuilt_no_smaller_than_what_serves() -> None:
     assert not desired.trusted
     assert {name: pool.replicas for name, pool in desired.pools.items()} == {"prefill": 3, "decode": 2}
     assert configured(CONFIG, trusted=True).pools["prefill"] == DesiredPool(Role.PREFILL, 1, ParallelLayout(2))
+
+
+def test_what_is_rebuilt_keeps_roles_that_flipped_and_stays_within_the_budget() -> None:
+    scaled = CONFIG.model_copy(update={"autoscaling": AutoscalingConfig(mode="controller", budget_gpus=9)})
+    serving = [
+        ObservedWorker("prefill", index, 1, role, ParallelLayout(2), Phase.READY, 0.0)
+        for index, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE))
+    ]
+    pools = rebuilt(scaled, serving).pools
+    assert (pools["prefill"].replicas, pools["prefill"].lent) == (4, 2)
+    assert pools["decode"].replicas == 1, "one more would be the 10th GPU of 9"
 
 
 @pytest.fixture

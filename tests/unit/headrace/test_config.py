@@ -140,9 +140,8 @@ def test_faults_inside_a_pool_name_the_pool() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("model: m\npools: {fast: {role: decode, tp: 0}}")
     assert "pools.fast.tp: must be a whole number at least 1 and at most 64, got 0" in caught.value.message
-    with pytest.raises(
-        ConfigError, match=r"pools\.fast\.gpus: unknown key; known here: pp, rank_resources, replicas, role, tp"
-    ):
+    known = "max_replicas, min_replicas, pp, rank_resources, replicas, role, tp"
+    with pytest.raises(ConfigError, match=rf"pools\.fast\.gpus: unknown key; known here: {known}"):
         parse("model: m\npools: {fast: {role: decode, gpus: 1}}")
 
 
@@ -183,3 +182,35 @@ def test_the_decision_log_lies_where_its_path_is_written(tmp_path: pathlib.Path,
     file = tmp_path / "headrace.yaml"
     file.write_text(f"model: m\npools: {{a: {{role: unified}}}}\nrouter: {{decision_log: {{path: {given}}}}}")
     assert load(file).router.decision_log.path == meant.format(folder=tmp_path)
+
+
+SCALED = """
+model: m
+service_classes: {chat: {ttft_seconds: 1.0}}
+autoscaling: {mode: controller, service_class: chat, budget_gpus: 4}
+pools:
+  decode: {role: decode, replicas: 2, min_replicas: 0, max_replicas: 3, tp: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "budget_gpus: 4",
+            "budget_gpus: 3",
+            "autoscaling.budget_gpus: must be at least 4, which replicas of all pools",
+        ),
+        ("min_replicas: 0", "min_replicas: 3", "pools.decode: must be min ≤ replicas ≤ max, got '3 ≤ 2 ≤ 3'"),
+        ("max_replicas: 3", "max_replicas: 1", "got '0 ≤ 2 ≤ 1'"),
+        ("service_class: chat", "service_class: code", "autoscaling.service_class: must be one of chat, got 'code'"),
+        (", service_class: chat", "", "autoscaling.service_class: must name one of service_classes"),
+    ],
+)
+def test_bounds_that_cannot_be_kept_are_refused_with_the_numbers(old: str, new: str, expected: str) -> None:
+    config = parse(SCALED)
+    assert config.pools["decode"].bounds == (0, 3)
+    assert config.starts_from_zero
+    with pytest.raises(ConfigError) as caught:
+        parse(SCALED.replace(old, new))
+    assert expected in caught.value.message
