@@ -68,7 +68,7 @@ class RankContext:
         elif self.tp_group is not None:
             options = distributed.AllreduceOptions()
             options.asyncOp = False  # on the stream of the step, which a graph then holds whole
-            self.tp_group.allreduce([x], options).wait()
+            _end(self.tp_group.allreduce([x], options))
         return x
 
     def add_rms_norm(
@@ -86,7 +86,7 @@ class RankContext:
         parts = [torch.empty_like(x) for _ in range(self.layout.tp)] if self.tp_rank == 0 else None
         options = distributed.GatherOptions()
         options.rootRank, options.asyncOp = 0, False
-        self.tp_group.gather([] if parts is None else [parts], [x], options).wait()
+        _end(self.tp_group.gather([] if parts is None else [parts], [x], options))
         return parts
 
     def share(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class RankContext:
         if self.tp_group is not None:
             options = distributed.BroadcastOptions()
             options.rootRank, options.asyncOp = 0, False
-            self.tp_group.broadcast([x], options).wait()
+            _end(self.tp_group.broadcast([x], options))
         return x
 
     def send(self, x: Tensor, stage: int) -> Work:
@@ -155,6 +155,12 @@ def form(
         here = PrefixStore(f"pp/{place.tp_rank}", store)
         pp_group = _group(place.device, here, place.stage, layout.pp, timeout_seconds)
     return RankContext(layout, rank, place.device, tp_group, pp_group, small_sums)
+
+
+def _end(work: Work | None) -> None:
+    """Waits for what was asked for synchronously: NCCL's group has put it on the stream by then, and returns nothing."""
+    if work is not None:
+        work.wait()
 
 
 def _group(device: torch.device, store: Store, rank: int, size: int, timeout_seconds: float) -> Group:
