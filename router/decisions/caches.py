@@ -88,8 +88,8 @@ class Caches:
     def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> None:
         chain = prediction.chains.get(worker.hash_class)
         if chain is not None:
-            halves = chain.after(prediction.promised.get(worker.worker_id, 0))
-            self._index.overlay.expect(request_id, worker.worker_id, halves, worker.info.capacity.num_blocks, expires)
+            keys = chain.after(prediction.promised.get(worker.worker_id, 0))
+            self._index.overlay.expect(request_id, worker.worker_id, keys, worker.info.capacity.num_blocks, expires)
 
     def computed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
         """The request's first token came: its decode worker holds the prompt too, and its blocks' events are due soon,

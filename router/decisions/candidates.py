@@ -75,6 +75,8 @@ def _sound(ask: Ask, workers: list[WorkerView], now: float) -> list[WorkerView]:
     """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
     if ask.excluded:
         workers = [worker for worker in workers if worker.worker_id not in ask.excluded]
+    if not max([worker.ejected_until for worker in workers], default=0.0):
+        return workers  # as most often
     return [worker for worker in workers if worker.ejected_until <= now] or workers
 
 
@@ -84,7 +86,7 @@ def _sound(ask: Ask, workers: list[WorkerView], now: float) -> list[WorkerView]:
 def all_candidates(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
     """Every worker on every side it has, with what is predicted of it or why it was refused."""
     decodes, prefills = who_decodes(ask, view, now), who_prefills(ask, view, now)
-    most = most_cached(ask, decodes, prefills)
+    most = most_cached(ask, held_tokens(ask, decodes), held_tokens(ask, prefills))
     taken = {("decode", worker.worker_id) for worker in decodes} | {
         ("prefill", worker.worker_id) for worker in prefills
     }
@@ -108,13 +110,15 @@ def cached_tokens(ask: Ask, worker: WorkerView) -> int:
     return min(ask.cached_tokens.get(worker.worker_id, 0), ask.num_prompt_tokens - 1) if ask.cached_tokens else 0
 
 
-def most_cached(ask: Ask, *sides: list[WorkerView]) -> int:
-    """The most of the prompt that any of them holds: whatever more is computed would not have to be."""
+def held_tokens(ask: Ask, workers: list[WorkerView]) -> list[int]:
+    """Prompt tokens that each of them holds; the last one, which is computed in any case, among them."""
     held = ask.cached_tokens
-    if not held:
-        return 0
-    most = max([held.get(worker.worker_id, 0) for workers in sides for worker in workers], default=0)
-    return min(most, ask.num_prompt_tokens - 1)
+    return [held.get(worker.worker_id, 0) for worker in workers] if held else [0] * len(workers)
+
+
+def most_cached(ask: Ask, *sides: list[int]) -> int:
+    """The most of the prompt that anybody holds: whatever more is computed would not have to be."""
+    return min(max(max(held, default=0) for held in sides), ask.num_prompt_tokens - 1)
 
 
 def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
@@ -178,17 +182,22 @@ def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
     return prices
 
 
-def prefill_prices(ask: Ask, workers: list[WorkerView], most: int) -> list[float]:
+def prefill_prices(ask: Ask, workers: list[WorkerView], held: list[int], most: int) -> list[float]:
     """The queue, the uncached part, and the stall of those who wait."""
-    num_tokens, held = ask.num_prompt_tokens, ask.cached_tokens or {}
+    num_tokens = ask.num_prompt_tokens
+    least = num_tokens - most
+    least_mean = most + least / 2
     prices: list[float] = []
-    for worker in workers:
-        cached = held.get(worker.worker_id, 0)
+    for worker, cached in zip(workers, held, strict=True):
         if cached >= num_tokens:
             cached = num_tokens - 1
-        compute = worker.cost.prefill_seconds(num_tokens - cached, cached)
-        stall = stall_seconds(ask, worker, compute, most) if cached < most else 0.0
-        prices.append(worker.queue_seconds + compute + stall)
+        cost, left = worker.cost, num_tokens - cached
+        token, context = cost.prefill_token_seconds, cost.prefill_token_context_seconds
+        compute = left * (token + context * (cached + left / 2))  # prefill_seconds() but for its base, without a call
+        price = worker.begin_seconds + compute
+        if cached < most and (waiting := worker.load.num_waiting):  # stall_seconds(), without one
+            price += waiting * (compute - least * (token + context * least_mean))
+        prices.append(price)
     return prices
 
 

@@ -9,29 +9,35 @@ from headrace.blocks import BlockId
 from headrace.keys import low_halves
 
 SLICE_BLOCKS = 16
+KEY_SHIFT = 4  # what is left of a block's low half are 60 bits: an int of two digits
+
+
+def keys_of(halves: Iterable[int]) -> list[int]:
+    """What the mirror, and all that is compared with it, knows blocks by."""
+    return [half >> KEY_SHIFT for half in halves]
 
 
 class Chain:
-    """A prompt's blocks by the low halves of their ids. Hashed a slice at a time, no further than they are read, once.
+    """A prompt's blocks by their keys. Hashed a slice at a time, no further than they are read, once.
 
-    `halves` are those that are hashed; `grow` alone adds to them.
+    `keys` are those that are hashed; `grow` alone adds to them.
     """
 
-    __slots__ = ("_rest", "halves")
+    __slots__ = ("_rest", "keys")
 
     def __init__(self, ids: Iterable[BlockId]) -> None:
-        self.halves: list[int] = []
+        self.keys: list[int] = []
         self._rest = iter(ids)
 
     def grow(self) -> bool:
         """Hashes a slice more; False when there is none."""
-        more = low_halves(b"".join(islice(self._rest, SLICE_BLOCKS)))
-        self.halves += more
+        more = keys_of(low_halves(b"".join(islice(self._rest, SLICE_BLOCKS))))
+        self.keys += more
         return bool(more)
 
     def reaches(self, depth: int) -> bool:
         """Whether there is a block number `depth`."""
-        while len(self.halves) <= depth:
+        while len(self.keys) <= depth:
             if not self.grow():
                 return False
         return True
@@ -40,7 +46,7 @@ class Chain:
         """All blocks from number `first` on."""
         while self.grow():
             pass
-        return self.halves[first:]
+        return self.keys[first:]
 
 
 @dataclass(frozen=True, slots=True)

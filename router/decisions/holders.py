@@ -11,7 +11,7 @@ wrong answer, for workers compare whole ids.
 from collections.abc import Iterator, Sequence
 
 from headrace.keys import Digest, Tier
-from router.decisions.chain import Chain
+from router.decisions.chain import KEY_SHIFT, Chain
 
 NUM_SHARDS = 1024  # a power of two
 SHARD_MASK = NUM_SHARDS - 1
@@ -62,8 +62,7 @@ class Holders:
         lower = depth = 0
         last: int | None = None
         while alive and chain.reaches(depth):
-            for half in chain.halves[depth:]:
-                key = half >> 4
+            for key in chain.keys[depth:]:
                 held = shards[key & SHARD_MASK].get(key, 0)
                 if held is not last:
                     last = held
@@ -86,8 +85,7 @@ class Holders:
             self._note(depths, alive, depth)
         return depths, discounts
 
-    def holds(self, part: Part, half: int) -> bool:
-        key = half >> 4
+    def holds(self, part: Part, key: int) -> bool:
         return bool(self._shards[key & SHARD_MASK].get(key, 0) >> part.first_bit & (1 << TIER_BITS) - 1)
 
     def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
@@ -135,7 +133,7 @@ class Holders:
         self._tiered = self._tiered or tier is not Tier.DEVICE
         repeated = []
         for half in halves:
-            key = half >> 4
+            key = half >> KEY_SHIFT
             shard = shards[key & SHARD_MASK]
             held = shard.get(key)
             if held is None:
@@ -152,7 +150,7 @@ class Holders:
         flag, shards, share = part.flags[tier], self._shards, self._share
         absent = []
         for half in halves:
-            key = half >> 4
+            key = half >> KEY_SHIFT
             shard = shards[key & SHARD_MASK]
             held = shard.get(key, 0)
             if held == flag:

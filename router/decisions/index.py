@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.keys import Event, EventBatch, EventKind, Snapshot, low_halves
-from router.decisions.chain import Chain, Match
+from router.decisions.chain import Chain, Match, keys_of
 from router.decisions.holders import Holders, Part
 from router.decisions.overlay import Overlay
 
@@ -125,33 +125,32 @@ class Index:
         of a chain is one run, up to some block: often the last one, else its end is found by doubling, then halving. Looked
         at are those who hold its first block already, or expect it."""
         extended = dict(depths)
-        halves, reaches, expecting = chain.halves, chain.reaches, self.overlay.expecting
-        begun = dict.fromkeys(self.overlay.rooted(halves[0]), 0) if reaches(0) else {}
-        for worker, first in (begun | depths).items():
-            expected, depth = expecting.get(worker), first
-            if not expected or (depth < len(halves) and halves[depth] not in expected):
+        keys, reaches, expecting = chain.keys, chain.reaches, self.overlay.expecting
+        begun = self.overlay.rooted(keys[0]) if reaches(0) else ()
+        for worker, expected in expecting.items():
+            first = depths.get(worker, 0)
+            if (first < len(keys) and keys[first] not in expected) or not (first or worker in begun):
                 continue  # as most often
-            while reaches(depth) and (
-                halves[depth] in expected or (depth > first and self._holds(worker, halves[depth]))
-            ):
-                if halves[-1] in expected:
-                    depth = len(halves) - 1
+            depth = first
+            while reaches(depth) and (keys[depth] in expected or (depth > first and self._holds(worker, keys[depth]))):
+                if keys[-1] in expected:
+                    depth = len(keys) - 1
                 step = 1
-                while reaches(depth + step) and halves[depth + step] in expected:
+                while reaches(depth + step) and keys[depth + step] in expected:
                     depth += step
                     step *= 2
                 while step > 1:
                     step //= 2
-                    if reaches(depth + step) and halves[depth + step] in expected:
+                    if reaches(depth + step) and keys[depth + step] in expected:
                         depth += step
                 depth += 1
             if depth > first:
                 extended[worker] = depth
         return extended
 
-    def _holds(self, worker: str, half: int) -> bool:
+    def _holds(self, worker: str, key: int) -> bool:
         mirror = self._mirrors.get(worker)
-        return mirror is not None and self._holders.holds(mirror.part, half)
+        return mirror is not None and self._holders.holds(mirror.part, key)
 
     def position(self, worker: str) -> tuple[int, int] | None:
         """(generation, sequence) up to which the worker is followed; None while it must be read again."""
@@ -281,7 +280,8 @@ class Index:
                     else:
                         halves = low_halves(event.ids)
                         self._holders.store(mirror.part, halves, event.tier)
-                        self.overlay.confirm(worker, halves)
+                        if worker in self.overlay.expecting:
+                            self.overlay.confirm(worker, keys_of(halves))
                 case EventKind.REMOVED if not mirror.full:
                     self._holders.remove(mirror.part, low_halves(event.ids), event.tier)
 

@@ -7,7 +7,7 @@ came first gives way.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 MAX_BLOCKS = 500_000
@@ -17,12 +17,12 @@ MAX_BLOCKS = 500_000
 class _Entry:
     request_id: str
     worker: str
-    halves: Sequence[int]
+    keys: Sequence[int]
     expires: float
 
 
 class Overlay:
-    """Owns the entries of one router. Blocks are the low halves of their ids, as in the mirror."""
+    """Owns the entries of one router. Blocks are known by their keys, as in the mirror."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -45,29 +45,29 @@ class Overlay:
         """By worker: block → how many of its entries expect it. To be read, not kept."""
         return self._expected
 
-    def rooted(self, half: int) -> Iterable[str]:
+    def rooted(self, key: int) -> Container[str]:
         """The workers with an entry that begins with this block. Whoever else expects it holds what comes before it."""
-        return self._roots.get(half, ())
+        return self._roots.get(key, ())
 
-    def expect(self, request_id: str, worker: str, halves: Sequence[int], capacity: int, expires: float) -> None:
+    def expect(self, request_id: str, worker: str, keys: Sequence[int], capacity: int, expires: float) -> None:
         """The request was placed on a worker of `capacity` blocks, which will then hold these."""
-        halves = halves[: min(capacity, self._max_blocks)]
-        if not halves:
+        keys = keys[: min(capacity, self._max_blocks)]
+        if not keys:
             return
-        while self._num_blocks_of.get(worker, 0) + len(halves) > capacity:
+        while self._num_blocks_of.get(worker, 0) + len(keys) > capacity:
             self._end(next(iter(self._by_worker[worker])))
-        while self._num_blocks + len(halves) > self._max_blocks:
+        while self._num_blocks + len(keys) > self._max_blocks:
             self._end(next(iter(self._by_request.values()))[0])
-        entry = _Entry(request_id, worker, halves, expires)
+        entry = _Entry(request_id, worker, keys, expires)
         self._by_worker.setdefault(worker, {})[entry] = None
         self._by_request.setdefault(request_id, []).append(entry)
-        roots = self._roots.setdefault(halves[0], {})
+        roots = self._roots.setdefault(keys[0], {})
         roots[worker] = roots.get(worker, 0) + 1
         counts = self._expected.setdefault(worker, {})
-        for half in halves:
-            counts[half] = counts.get(half, 0) + 1
-        self._num_blocks += len(halves)
-        self._num_blocks_of[worker] = self._num_blocks_of.get(worker, 0) + len(halves)
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+        self._num_blocks += len(keys)
+        self._num_blocks_of[worker] = self._num_blocks_of.get(worker, 0) + len(keys)
         self._schedule(entry)
 
     def settle(self, request_id: str, expires: float) -> None:
@@ -76,12 +76,12 @@ class Overlay:
             entry.expires = expires
             self._schedule(entry)
 
-    def confirm(self, worker: str, halves: Sequence[int]) -> None:
+    def confirm(self, worker: str, keys: Sequence[int]) -> None:
         """The worker itself says that it holds these."""
         counts = self._expected.get(worker)
         if counts:
-            for half in halves:
-                counts.pop(half, None)
+            for key in keys:
+                counts.pop(key, None)
 
     def withdraw(self, request_id: str) -> None:
         """Nothing will come of the request."""
@@ -106,21 +106,21 @@ class Overlay:
 
     def _end(self, entry: _Entry) -> None:
         counts = self._expected[entry.worker]
-        for half in entry.halves:
-            count = counts.get(half, 0)
+        for key in entry.keys:
+            count = counts.get(key, 0)
             if count > 1:
-                counts[half] = count - 1
+                counts[key] = count - 1
             elif count:
-                del counts[half]
-        roots = self._roots[entry.halves[0]]
+                del counts[key]
+        roots = self._roots[entry.keys[0]]
         roots[entry.worker] -= 1
         if not roots[entry.worker]:
             del roots[entry.worker]
             if not roots:
-                del self._roots[entry.halves[0]]
-        self._num_blocks -= len(entry.halves)
-        self._num_blocks_of[entry.worker] -= len(entry.halves)
-        entry.halves = ()  # its place in the heap outlives it
+                del self._roots[entry.keys[0]]
+        self._num_blocks -= len(entry.keys)
+        self._num_blocks_of[entry.worker] -= len(entry.keys)
+        entry.keys = ()  # its place in the heap outlives it
         entries, of_request = self._by_worker[entry.worker], self._by_request[entry.request_id]
         del entries[entry]
         of_request.remove(entry)

@@ -12,7 +12,7 @@ Where decode holds more of the prompt than prefill there are three ways: prefill
 decode, decode does the rest alone. The first two are one pair, at the lower of their prices.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -24,6 +24,7 @@ from router.decisions.candidates import (
     cached_tokens,
     decode_candidate,
     decode_prices,
+    held_tokens,
     most_cached,
     prefill_candidate,
     prefill_prices,
@@ -155,45 +156,37 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 def _priced(ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]) -> tuple[list[Pair], float]:
     """The pairs worth comparing, and what is left of the draw."""
     best_decodes, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
-    most = most_cached(ask, decodes, prefills)
-    best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills, most), BEST_FEW + 1, tie)
+    on_decodes, on_prefills = held_tokens(ask, decodes), held_tokens(ask, prefills)
+    most = most_cached(ask, on_decodes, on_prefills)
+    best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills, on_prefills, most), BEST_FEW + 1, tie)
     partners = [(worker, prefill_candidate(ask, worker, most)) for worker in best_prefills]
     pairs: list[Pair] = []
-    for decode in _with_warmest(ask, best_decodes, decodes):
+    for decode in _with_warmest(best_decodes, decodes, on_decodes):
         candidate = decode_candidate(ask, decode)
         allowed = [partner for partner in partners if _may_pair(decode, partner[0])][:BEST_FEW]
-        pairs.extend(_pair(ask, decode, candidate, *partner, most) for partner in allowed)
+        pairs += _pairs(ask, decode, candidate, allowed, most)
         if _may_prefill_alone(ask, decode, candidate, [on_prefill for _, on_prefill in allowed]):
             pairs.append(_alone(ask, decode, candidate))
     return pairs, tie
 
 
-def _with_warmest(ask: Ask, best: list[WorkerView], decodes: list[WorkerView]) -> list[WorkerView]:
+def _with_warmest(best: list[WorkerView], decodes: list[WorkerView], held: list[int]) -> list[WorkerView]:
     """The decode worker that holds most of the prompt is compared too, however busy it is."""
-    held = ask.cached_tokens
-    if not held:
-        return best
-    warmest, most = None, 0
-    for worker in decodes:
-        cached = held.get(worker.worker_id, 0)
-        if cached > most:
-            warmest, most = worker, cached
-            if most >= ask.num_prompt_tokens - 1:
-                break  # nobody need compute less
-    return best if warmest is None or any(worker is warmest for worker in best) else [*best, warmest]
+    most = max(held)
+    warmest = decodes[held.index(most)]
+    return best if not most or any(worker is warmest for worker in best) else [*best, warmest]
 
 
 def _best_few(workers: list[WorkerView], prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
     """The best few, and what is left of the draw. Of more near-equals than that any may be among them: a row of
     neighbours from a place that is drawn."""
-    limit = min(prices, default=0.0) + NEAR_EQUAL_SECONDS
-    near = [worker for worker, price in zip(workers, prices, strict=True) if price <= limit]
-    if len(near) > few:
+    order = sorted(range(len(prices)), key=prices.__getitem__)
+    if len(order) > few and prices[order[few]] <= prices[order[0]] + NEAR_EQUAL_SECONDS:
+        limit = prices[order[0]] + NEAR_EQUAL_SECONDS
+        near = [worker for worker, price in zip(workers, prices, strict=True) if price <= limit]
         start, tie = _draw(tie, len(near))
         return (near + near)[start : start + few], tie
-    worst = sorted(prices)[min(few, len(prices)) - 1] if prices else 0.0
-    best = [(price, at) for at, price in enumerate(prices) if price <= worst]
-    return [workers[at] for _, at in sorted(best)[:few]], tie
+    return [workers[at] for at in order[:few]], tie
 
 
 def _draw(tie: float, num: int) -> tuple[int, float]:
@@ -220,77 +213,75 @@ def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partn
         decode.prefills
         or not partners
         or remaining <= ask.local_prefill_max_tokens
-        or candidate.cached_tokens > max(partner.cached_tokens for partner in partners)
-        or candidate.prefill_seconds < min(partner.wait_seconds for partner in partners)
+        or all(candidate.cached_tokens > partner.cached_tokens for partner in partners)
+        or all(candidate.prefill_seconds < partner.wait_seconds for partner in partners)
     )
 
 
-def _pair(
-    ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate, most: int
-) -> Pair:
-    pulled, pull_seconds, after = _pulled(ask, decode, on_decode, prefill, on_prefill)
-    exposed = _exposed_transfer_seconds(ask, decode, on_decode, prefill, after)
-    wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
-    ttft = wait + pull_seconds + after.prefill_seconds + exposed
-    transfer, stall = pull_seconds + exposed, stall_seconds(ask, prefill, after.prefill_seconds, most)
-    return _price(ask, decode, prefill.worker_id, on_decode.tpot_seconds, ttft, transfer, stall, wait, pulled)
+def _pairs(
+    ask: Ask, decode: WorkerView, on_decode: Candidate, partners: list[tuple[WorkerView, Candidate]], most: int
+) -> list[Pair]:
+    """The decode worker with each of them."""
+    num_tokens, tpot = ask.num_prompt_tokens, on_decode.tpot_seconds
+    output = tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
+    whole = _transfer_seconds(decode, num_tokens - on_decode.cached_tokens)
+    pairs: list[Pair] = []
+    for prefill, on_prefill in partners:
+        cached, compute, stall = on_prefill.cached_tokens, on_prefill.prefill_seconds, on_prefill.stall_seconds
+        pulled, pull, transfer = 0, 0.0, whole
+        if on_decode.cached_tokens > cached:
+            pulled, pull = _pulled(ask, decode, on_decode, prefill, on_prefill)
+        if pulled:
+            cached += pulled
+            compute = prefill.cost.prefill_seconds(num_tokens - cached, cached)
+            stall = stall_seconds(ask, prefill, compute, most)
+        if num_tokens - cached > prefill.max_step_tokens:
+            transfer = _exposed_transfer_seconds(ask, decode, whole, prefill, cached, compute)
+        wait = max(on_prefill.wait_seconds, on_decode.wait_seconds)
+        ttft = wait + pull + compute + transfer
+        price = ttft + output + stall
+        pairs.append(Pair(decode.worker_id, prefill.worker_id, ttft, pull + transfer, tpot, stall, price, pulled, wait))
+    return pairs
 
 
 def _pulled(
     ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate
-) -> tuple[int, float, Candidate]:
-    """Where decode holds more than prefill: what prefill pulls of it, in how long, and what it is a candidate with then.
-    Nothing, where computing it is no slower. It is the decode worker that knows how fast the two read each other."""
-    if on_decode.cached_tokens <= on_prefill.cached_tokens:
-        return 0, 0.0, on_prefill
+) -> tuple[int, float]:
+    """Where decode holds more than prefill: how many tokens prefill pulls of it, in how long. Nothing, where computing them
+    is no slower. It is the decode worker that knows how fast the two read each other."""
     block_size = decode.hash_class.block_size
     held = min(on_decode.cached_tokens, (ask.num_prompt_tokens - 1) // block_size * block_size)
     missing = held - on_prefill.cached_tokens
     if missing > 0:
-        seconds = decode.cost.transfer_seconds(missing // block_size * decode.info.capacity.block_bytes)
-        compute = prefill.cost.prefill_seconds(ask.num_prompt_tokens - held, held)
-        if seconds + compute < on_prefill.prefill_seconds:
-            return missing, seconds, replace(on_prefill, cached_tokens=held, prefill_seconds=compute)
-    return 0, 0.0, on_prefill
+        seconds = _transfer_seconds(decode, missing)
+        if seconds + prefill.cost.prefill_seconds(ask.num_prompt_tokens - held, held) < on_prefill.prefill_seconds:
+            return missing, seconds
+    return 0, 0.0
 
 
 def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
     wait = max(decode.queue_seconds, candidate.wait_seconds)
     stall = candidate.prefill_seconds * decode.load.num_running
-    return _price(ask, decode, None, candidate.tpot_seconds, wait + candidate.prefill_seconds, 0.0, stall, wait)
-
-
-def _price(
-    ask: Ask,
-    decode: WorkerView,
-    prefill: str | None,
-    tpot: float,
-    ttft: float,
-    transfer: float,
-    stall: float,
-    wait: float,
-    pulled: int = 0,
-) -> Pair:
+    ttft, tpot = wait + candidate.prefill_seconds, candidate.tpot_seconds
     price = ttft + tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS) + stall
-    return Pair(decode.worker_id, prefill, ttft, transfer, tpot, stall, price, pulled, wait)
+    return Pair(decode.worker_id, None, ttft, 0.0, tpot, stall, price, wait_seconds=wait)
+
+
+def _transfer_seconds(decode: WorkerView, num_tokens: int) -> float:
+    """How long the decode worker and another take to read these of each other, in whole blocks."""
+    num_blocks = ceil(num_tokens / decode.hash_class.block_size)
+    return decode.cost.transfer_seconds(num_blocks * decode.info.capacity.block_bytes)
 
 
 def _exposed_transfer_seconds(
-    ask: Ask, decode: WorkerView, on_decode: Candidate, prefill: WorkerView, on_prefill: Candidate
+    ask: Ask, decode: WorkerView, whole: float, prefill: WorkerView, cached: int, compute: float
 ) -> float:
-    """The part of the transfer that no computation hides: at least the last chunk's blocks, and whatever of the rest
-    takes longer than the chunks before it."""
-    block_size, step_tokens = decode.hash_class.block_size, prefill.info.capacity.max_step_tokens
-    block_bytes = decode.info.capacity.block_bytes
-    num_blocks = ceil((ask.num_prompt_tokens - on_decode.cached_tokens) / block_size)
-    whole = decode.cost.transfer_seconds(num_blocks * block_bytes)
-    num_tokens = ask.num_prompt_tokens - on_prefill.cached_tokens
-    if num_tokens <= step_tokens:
-        return whole
-    num_chunks = ceil(num_tokens / step_tokens)
-    last = decode.cost.transfer_seconds(min(num_blocks, ceil(step_tokens / block_size)) * block_bytes)
-    hidden = on_prefill.prefill_seconds * (num_chunks - 1) / num_chunks
-    return max(last, whole - hidden)
+    """The part of the transfer that no computation hides, where a prompt takes several chunks: at least the last one's
+    blocks, and whatever of the rest takes longer than the chunks before it."""
+    step_tokens = prefill.max_step_tokens
+    num_chunks = ceil((ask.num_prompt_tokens - cached) / step_tokens)
+    last = min(whole, _transfer_seconds(decode, step_tokens))
+    return max(last, whole - compute * (num_chunks - 1) / num_chunks)
 
 
 def _pick(costs: list[tuple[float, Pair]], tie: float) -> tuple[Pair, int]:

@@ -1,4 +1,4 @@
-"""What placement sees of the workers: frozen values, made from their reports and the router's own ledger. Pure."""
+"""What placement sees of the workers: values that nobody changes, of their reports and the router's own ledger. Pure."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,16 +36,18 @@ def _kind(compatibility: Compatibility) -> tuple[Compatibility, HashClass]:
     return compatibility, class_of(compatibility)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
     """One worker as it is believed to be now. `load` is net of double counting; `free_blocks` is as reported.
 
+    Nobody changes one; it is not frozen because freezing doubles what it costs to make one, and a decision makes several.
     The other fields follow from these; they are worked out once a change, and read once a request.
 
     free_tokens      tokens of KV that are neither held nor promised; below 0 when more is promised than there is
     num_sequences    running and waiting ones
     free_slots       how many more sequences the worker runs at once; below 0 when some already wait
     queue_seconds    how long the prompts that wait on the worker take to compute, step by step
+    begin_seconds    that, and the base of one step more
     step_seconds     a decode step with one sequence more, without that one's tokens; each is `context_seconds`
     decode_limit     the longest prompt and output that it may decode; below 0: it takes none to decode
     prefill_limit    the same of what it may prefill
@@ -65,37 +67,39 @@ class WorkerView:
     num_sequences: int = field(init=False, repr=False, compare=False)
     free_slots: int = field(init=False, repr=False, compare=False)
     queue_seconds: float = field(init=False, repr=False, compare=False)
+    begin_seconds: float = field(init=False, repr=False, compare=False)
     step_seconds: float = field(init=False, repr=False, compare=False)
     context_seconds: float = field(init=False, repr=False, compare=False)
     decode_limit: int = field(init=False, repr=False, compare=False)
     prefill_limit: int = field(init=False, repr=False, compare=False)
     max_num_seqs: int = field(init=False, repr=False, compare=False)
+    max_step_tokens: int = field(init=False, repr=False, compare=False)
     max_context_tokens: int = field(init=False, repr=False, compare=False)
     compatibility: Compatibility = field(init=False, repr=False, compare=False)
     hash_class: HashClass = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        info, load, derive = self.info, self.load, object.__setattr__
+        info, load, cost, role = self.info, self.load, self.cost, self.role
         same, capacity = info.compatibility, info.capacity
-        derive(self, "worker_id", info.worker_id)
-        derive(self, "prefills", self.role.prefills)
-        derive(self, "decodes", self.role.decodes)
-        derive(self, "free_tokens", self.free_blocks * same.block_size - load.claimed_tokens)
-        derive(self, "num_sequences", max(load.num_running + load.num_waiting, 0))
-        derive(self, "free_slots", capacity.max_num_seqs - load.num_running - load.num_waiting)
-        num_steps = ceil(load.waiting_prefill_tokens / capacity.max_step_tokens)
-        base, token = self.cost.prefill_base_seconds, self.cost.prefill_token_seconds
-        derive(self, "queue_seconds", num_steps * base + load.waiting_prefill_tokens * token)
-        derive(self, "max_num_seqs", capacity.max_num_seqs)
-        derive(self, "max_context_tokens", capacity.max_context_tokens)
-        derive(self, "step_seconds", self.cost.decode_step_seconds(self._running_with(1), load.context_tokens))
-        derive(self, "context_seconds", self.cost.decode_context_token_seconds)
+        waiting_tokens, num_sequences = load.waiting_prefill_tokens, load.num_running + load.num_waiting
         limit = -1 if self.draining else capacity.max_context_tokens
-        derive(self, "decode_limit", limit if self.decodes else -1)
-        derive(self, "prefill_limit", limit if self.prefills else -1)
-        same, hash_class = _kind(same)
-        derive(self, "compatibility", same)
-        derive(self, "hash_class", hash_class)
+        self.worker_id = info.worker_id
+        self.prefills = role.prefills
+        self.decodes = role.decodes
+        self.decode_limit = limit if self.decodes else -1
+        self.prefill_limit = limit if self.prefills else -1
+        self.max_num_seqs = capacity.max_num_seqs
+        self.max_step_tokens = capacity.max_step_tokens
+        self.max_context_tokens = capacity.max_context_tokens
+        self.compatibility, self.hash_class = _kind(same)
+        self.free_tokens = self.free_blocks * same.block_size - load.claimed_tokens
+        self.num_sequences = max(num_sequences, 0)
+        self.free_slots = capacity.max_num_seqs - num_sequences
+        num_steps = ceil(waiting_tokens / capacity.max_step_tokens)
+        self.queue_seconds = num_steps * cost.prefill_base_seconds + waiting_tokens * cost.prefill_token_seconds
+        self.begin_seconds = self.queue_seconds + cost.prefill_base_seconds
+        self.step_seconds = cost.decode_step_seconds(self._running_with(1), load.context_tokens)
+        self.context_seconds = cost.decode_context_token_seconds
 
     def tpot_seconds(self, n: int, num_prompt_tokens: int) -> float:
         """A step's seconds once `n` samples of such a prompt have joined."""

@@ -4,7 +4,7 @@ from headrace.blocks import BlockHasher, BlockId, probe
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
 from headrace.values import Load, Role
 from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction
-from router.decisions.chain import SLICE_BLOCKS, Chain
+from router.decisions.chain import SLICE_BLOCKS, Chain, keys_of
 from router.decisions.index import Index
 from router.decisions.placement import Ask, Placed, place
 from router.decisions.truth import Fallback
@@ -196,7 +196,7 @@ def test_a_chain_is_hashed_no_further_than_it_is_read_and_once() -> None:
     hasher = Counted(revision="r", kv_format="f", block_size=4)
     chain = Chain(hasher.chain(TOKENS))
     assert chain.reaches(0)
-    assert hasher.num_hashed == len(chain.halves) == SLICE_BLOCKS
+    assert hasher.num_hashed == len(chain.keys) == SLICE_BLOCKS
     assert not chain.reaches(100)
-    assert chain.after(98) == list(low_halves(b"".join(hasher.chain(TOKENS))))[98:]
+    assert chain.after(98) == keys_of(low_halves(b"".join(hasher.chain(TOKENS))))[98:]
     assert hasher.num_hashed == 200

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.blocks import BlockId
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
-from router.decisions.chain import SLICE_BLOCKS, Chain
+from router.decisions.chain import SLICE_BLOCKS, Chain, keys_of
 from router.decisions.holders import TIER_CREDIT
 from router.decisions.index import Followed, Index, Loading, Outdated, Overfull, Resync
 
@@ -416,7 +416,7 @@ def test_a_run_of_expected_blocks_is_followed_to_its_end(
     known = num_held + num_expected
     truth.batch(stored(*range(num_held), *range(known + gap, known + gap + num_behind)))
     index = synced("a", truth)
-    expected = low_halves(b"".join(block(n) for n in range(num_held, known)))
+    expected = keys_of(low_halves(b"".join(block(n) for n in range(num_held, known))))
     index.overlay.expect("r", "a", expected, capacity=100, expires=1.0)
     depth = min(num_asked, known if gap else known + num_behind)
     found = index.match(Chain(chain))

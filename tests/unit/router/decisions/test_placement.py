@@ -10,6 +10,7 @@ from headrace.values import Load, Role
 from router.decisions.candidates import (
     EXPECTED_OUTPUT_TOKENS,
     decode_prices,
+    held_tokens,
     most_cached,
     prefill_prices,
     who_decodes,
@@ -298,8 +299,9 @@ def test_the_prices_of_all_workers_are_those_that_why_shows(decision: Decision) 
     assert decode_prices(ask, decodes) == pytest.approx(
         [c.wait_seconds + EXPECTED_OUTPUT_TOKENS * c.tpot_seconds for c in taken if c.role == "decode"]
     )
-    most = most_cached(ask, decodes, prefills)
-    assert prefill_prices(ask, prefills, most) == pytest.approx(
+    held = held_tokens(ask, prefills)
+    most = most_cached(ask, held_tokens(ask, decodes), held)
+    assert prefill_prices(ask, prefills, held, most) == pytest.approx(
         [c.wait_seconds + c.prefill_seconds + c.stall_seconds for c in taken if c.role == "prefill"]
     )
 
