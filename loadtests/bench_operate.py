@@ -8,10 +8,11 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from loadtests import measure_loadgen
 from loadtests.report import Report, Row, add_arguments
 
 Measure = Callable[[int], Sequence[Row]]
-MEASURES: dict[str, Measure] = {}
+MEASURES: dict[str, Measure] = {"loadgen_streams": measure_loadgen.measure, "loadgen_tok_s": measure_loadgen.measure}
 
 
 def run(measures: Mapping[str, Measure], report: Report, num_runs: int) -> None:
