@@ -18,6 +18,7 @@ COMMANDS = {
     "controller": "Keep a controller on a Ray cluster that others run.",
     "drain": "Let the workers of one host finish, before it goes.",
     "status": "Show the pools, their workers and what they do.",
+    "console": "Say where the operator's page is, or serve it from here.",
     "why": "Explain where a request ran: what was compared, predicted, and what happened.",
     "replay-decision": "Make logged placements again, and say which differ.",
     "chat": "Talk to the model.",

@@ -6,29 +6,26 @@ controller: with it gone, the cluster serves on.
 """
 
 import asyncio
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cluster import ray_session
+from cluster.console.start import watching
 from cluster.launch import in_thread
 from cluster.reconcile import Phase
+from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, configured, control_state
 from headrace import metrics
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, Unavailable
 from headrace.store import StoreUnavailable
-from router.edge.connections import HttpServer
 
 LOOK_SECONDS = 5.0
 PATIENCE_SECONDS = 180.0
@@ -40,18 +37,24 @@ async def keep(
     host: str,
     port: int,
     *,
+    api_keys: Sequence[str] = (),
     connected: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda reason: None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
     """Never returns. ConfigError when the configuration names no Redis or no Ray cluster, or the port is taken;
     Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
-    `patience_seconds` in which `say` gets the reason; later, at once. `connected` is called when Ray is there."""
+    `patience_seconds` in which `say` gets the reason; later, at once. `connected` is called when Ray is there. Who holds
+    one of `api_keys`, or of the configuration's own, may look at the console."""
     url, address = config.redis.url, config.ray.address
     if url is None or address is None:
         key = "redis.url" if url is None else "ray.address"
         raise ConfigError(f"{key} must be given: a controller that runs alone starts neither Redis nor Ray", key=key)
-    async with control_state(config.name, url) as state, serving(Answers(state), host, port):
+    async with (
+        control_state(config.name, url) as state,
+        watching(config, url, api_keys) as console,
+        serving([*Answers(state).routes(), *console.routes()], host, port, "--http-port"),
+    ):
 
         async def desire() -> None:
             try:
@@ -94,9 +97,9 @@ class Answers:
     def __init__(self, state: ControlState) -> None:
         self._state = state
 
-    def app(self) -> Starlette:
+    def routes(self) -> list[Route]:
         paths = {"/health": self.health, "/ready": self.ready, "/targets": self.targets, "/metrics": self.metrics}
-        return Starlette(routes=[Route(path, answer) for path, answer in paths.items()])
+        return [Route(path, answer) for path, answer in paths.items()]
 
     async def health(self, request: Request) -> Response:
         """This process answers."""
@@ -158,23 +161,3 @@ class Sizes(Collector):
             for phase in Phase:
                 exist.add_metric([pool, phase.value], seen[pool, phase.value])
         yield from (wanted, exist)
-
-
-@asynccontextmanager
-async def serving(answers: Answers, host: str, port: int) -> AsyncIterator[int]:
-    """Answers at the port that it yields; 0 takes any free one. ConfigError when it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        why = f"--http-port: cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(why, key="--http-port", value=port) from error
-    config = uvicorn.Config(answers.app(), ws="none", lifespan="off", log_config=None, access_log=False)
-    server = HttpServer(config)
-    running = asyncio.create_task(server.serve([listener]))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await running
-        listener.close()

@@ -1,6 +1,6 @@
 """A cluster's life under `headrace up`: checked, started, watched over, and ended in the reverse order.
 
-    check → redis → ray → controller → workers → router → (serves) → router → workers → controller → ray → redis
+    check → redis → console → ray → controller → workers → router → (serves), and back
 
 Whatever ends it (Ctrl-C, SIGTERM, an error, a cancelled task), each part that was started is ended.
 """
@@ -18,8 +18,9 @@ import httpx
 import yaml
 
 from cluster import embedded, ray_session
-from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port, is_path
+from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port, is_path, port_is_free
 from cluster.child import Child, end_leftovers
+from cluster.console.start import served
 from cluster.reconcile import Phase
 from cluster.session import Session, SessionFolder
 from cluster.state import ObservedState, configured, control_state
@@ -95,6 +96,7 @@ async def running(
                 grpc_address=f"{_reachable(config.router.host)}:{config.router.grpc_port}",
                 redis_url=config.redis.url,
                 ray_address=config.ray.address or "",
+                console_url=await _start_console(config, ends, report),
             )
             folder.config_path.write_text(
                 yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
@@ -171,6 +173,18 @@ async def _start_redis(
             raise Unavailable(f"redis.url: nothing serves at {public(url)}: {error.message}") from error
     report(Step("redis", public(url), done=True))
     return config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+
+
+async def _start_console(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> str:
+    """Where it is; it shows how the rest starts. Empty where none is wanted."""
+    its = config.console
+    if not its.enabled:
+        return ""
+    assert config.redis.url is not None
+    port = its.port if its.port and port_is_free(its.host, its.port) else 0
+    url = await ends.enter_async_context(served(config, config.redis.url, its.host, port))
+    report(Step("console", url, done=True))
+    return url
 
 
 async def _start_ray(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> Head:

@@ -29,7 +29,7 @@ UP = "up"
 @dataclass(frozen=True, slots=True)
 class Session:
     """One running cluster. `children`: process ids by name. `ray_address` is empty when Ray is the session's own, and
-    ends with it. `ready` once it serves."""
+    ends with it. `ready` once it serves. `console_url` is empty where no console is served."""
 
     cluster: str
     pid: int
@@ -41,6 +41,7 @@ class Session:
     ray_address: str = ""
     children: Mapping[str, int] = field(default_factory=dict)
     ready: bool = False
+    console_url: str = ""
 
     def shown(self) -> "Session":
         """Fit to be printed: without Redis' password."""

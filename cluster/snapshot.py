@@ -10,7 +10,7 @@ from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.errors import InternalError, WorkerLost
-from headrace.store import StoreUnavailable, connect
+from headrace.store import Store, StoreUnavailable, connect
 
 BUDGET_SECONDS = 2.0
 
@@ -40,26 +40,30 @@ class Snapshot:
 async def take(session: Session) -> Snapshot:
     """One look at the cluster. Redis or workers that do not answer are part of the picture, never an error."""
     store = connect(session.redis_url, BUDGET_SECONDS)
-    observed, controller = None, ""
+    observed, controller = ObservedState(""), ""
     try:
-        state = ControlState(store, session.cluster)
-        observed = await state.observed()
-        if observed is None:
-            leased = await leased_workers(store, session.cluster)
-            observed = ObservedState("", tuple(map(_leased, leased)))
-            controller = f"none has said anything yet{'; these workers hold a lease' if leased else ''}"
-        elif not await state.has_leader():
-            controller = "none leads just now; this is what the last one saw"
+        observed, controller = await control_plane(store, session.cluster)
     except StoreUnavailable as error:
         controller = error.message
     finally:
         await store.close()
-    observed = observed or ObservedState("")
     workers = await asyncio.gather(*(_ask(record) for record in observed.workers))
-    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, _failures(observed))
+    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, failures_of(observed))
 
 
-def _failures(observed: ObservedState) -> dict[str, str]:
+async def control_plane(store: Store, cluster: str) -> tuple[ObservedState, str]:
+    """What the controller last saw, and what is wrong with the controller; without one, the workers that hold a lease.
+    StoreUnavailable when Redis does not answer."""
+    state = ControlState(store, cluster)
+    observed = await state.observed()
+    if observed is None:
+        leased = await leased_workers(store, cluster)
+        why = f"none has said anything yet{'; these workers hold a lease' if leased else ''}"
+        return ObservedState("", tuple(map(_leased, leased))), why
+    return observed, "" if await state.has_leader() else "none leads just now; this is what the last one saw"
+
+
+def failures_of(observed: ObservedState) -> dict[str, str]:
     """A worker that is dead just now says it by its own record."""
     known = {record.worker_id for record in observed.workers if record.phase in (Phase.READY, Phase.DEAD)}
     return {

@@ -6,6 +6,7 @@ from typing import Any
 import grpc.aio
 
 from headrace import wire
+from headrace.costmodel import CostModel
 from headrace.errors import InternalError, WorkerLost
 from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import BlockCounts, Load, Role
@@ -40,6 +41,8 @@ class WorkerReport:
     num_handoffs_in: int
     num_handoffs_out: int
     unhealthy_reason: str = ""
+    max_num_seqs: int = 0
+    cost: CostModel = field(default_factory=CostModel)
     links: tuple[LinkReport, ...] = field(default=())
 
 
@@ -73,6 +76,8 @@ class WorkerClient:
             num_handoffs_in=pb.num_handoffs_in,
             num_handoffs_out=pb.num_handoffs_out,
             unhealthy_reason=pb.unhealthy_reason,
+            max_num_seqs=pb.info.capacity.max_num_seqs,
+            cost=wire.cost_from_pb(pb.info.cost),
             links=tuple(
                 LinkReport(link.worker_id, link.kind, link.state, link.reason, link.bytes) for link in pb.links
             ),

@@ -27,6 +27,10 @@ class Keyring:
                 if other != tenant:
                     raise ConfigError(f"tenants {other} and {tenant} have the same key", key=tenant)
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._tenants)
+
     def tenant(self, authorization: str | None) -> str:
         """Whose key the header carries; DEFAULT_TENANT where there are no keys at all, Unauthenticated if nobody's."""
         if not self._tenants:

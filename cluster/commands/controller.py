@@ -8,9 +8,11 @@ import click
 
 from cluster import keeper
 from cluster.commands.up import load
+from cluster.console.serve import PATH
 from cluster.session import Session, SessionFolder
 from cluster.signals import Signals
 from headrace.config import ClusterConfig
+from router.keyring import read_keys
 
 
 @click.command(name="controller")
@@ -19,6 +21,11 @@ from headrace.config import ClusterConfig
 @click.option("--ray-address", help="Instead of ray.address of the configuration.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where it answers over HTTP.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option(
+    "--api-keys-file",
+    type=click.Path(path_type=pathlib.Path),
+    help="Keys of the operator, one a line, beside router.api_keys: who holds one may look at the console.",
+)
 @click.option("--router-http-url", default="http://127.0.0.1:8000", show_default=True, help="For `headrace why`.")
 @click.option("--router-grpc-address", default="127.0.0.1:50051", show_default=True, help="For `headrace chat`.")
 def command(
@@ -27,6 +34,7 @@ def command(
     ray_address: str | None,
     host: str,
     http_port: int,
+    api_keys_file: pathlib.Path | None,
     router_http_url: str,
     router_grpc_address: str,
 ) -> None:
@@ -35,9 +43,10 @@ def command(
     What CONFIG says of pools becomes what is desired, where it says something else than last time. Workers, routers and
     Redis are started and ended by others, and serve on when this ends. Beside it, `headrace status`, `why`, `chat` and
     `generate` find the cluster. HTTP: /health, /ready (a controller leads), /metrics (sizes of pools), /targets (where
-    workers' metrics are, for Prometheus' HTTP service discovery).
+    workers' metrics are, for Prometheus' HTTP service discovery), /console/ (the operator's page).
     """
     cluster = load(config)
+    keys = read_keys(api_keys_file, "--api-keys-file") if api_keys_file is not None else ()
     redis = cluster.redis.model_copy(update={"url": redis_url or cluster.redis.url})
     ray = cluster.ray.model_copy(update={"address": ray_address or cluster.ray.address})
     session = Session(
@@ -50,18 +59,19 @@ def command(
         redis_url=redis.url or "",
         ray_address=ray.address or "",
         ready=True,
+        console_url=f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http_port}{PATH}",
     )
-    asyncio.run(_keep(cluster.model_copy(update={"redis": redis, "ray": ray}), session, host, http_port))
+    asyncio.run(_keep(cluster.model_copy(update={"redis": redis, "ray": ray}), session, host, http_port, keys))
 
 
-async def _keep(config: ClusterConfig, session: Session, host: str, port: int) -> None:
+async def _keep(config: ClusterConfig, session: Session, host: str, port: int, keys: tuple[str, ...]) -> None:
     """Until a signal asks for the end. The session is there for as long as this runs."""
     signals = Signals(lambda step: None)
     folder = SessionFolder(config.name)
     with folder.owned():
         folder.write(session)
         try:
-            await keeper.keep(config, host, port, connected=signals.install, say=_say_waiting)
+            await keeper.keep(config, host, port, api_keys=keys, connected=signals.install, say=_say_waiting)
         except asyncio.CancelledError:
             if signals.received is None:
                 raise

@@ -148,4 +148,6 @@ def say_ready(session: Session, as_json: bool, console: Console) -> None:
         return
     where = f"{session.http_url}/v1 (OpenAI) and {session.grpc_address} (gRPC)"
     console.print(f"\n[bold]{session.model_name}[/] is served at {where}.", soft_wrap=True)
+    if session.console_url:
+        console.print(f"What it does, live: {session.console_url}", soft_wrap=True)
     console.print("Talk to it with `headrace chat`; end it with `headrace down`.", soft_wrap=True)

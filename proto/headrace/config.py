@@ -241,6 +241,15 @@ class RayConfig(_Section):
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20, description="of a Ray that we start")
 
 
+class ConsoleConfig(_Section):
+    """The operator's page, as `headrace up` serves it. Whoever has a key of `router.api_keys` may look from wherever `host`
+    lets them; without keys it answers to its own machine alone."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Port = Field(default=8002, ge=0, le=65535, description="when it is taken, a free one is chosen; 0: any")
+
+
 class ClusterConfig(_Section):
     """The whole file. `name` separates clusters that share a Redis."""
 
@@ -258,6 +267,7 @@ class ClusterConfig(_Section):
     tenants: dict[Name, TenantConfig] = {}
     admission: AdmissionConfig = AdmissionConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    console: ConsoleConfig = ConsoleConfig()
     fault_hooks: bool = False
 
     @property

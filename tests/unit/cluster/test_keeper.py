@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from cluster import keeper
-from cluster.keeper import Answers, keep, serving
+from cluster.keeper import Answers, keep
+from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from headrace import metrics
 from headrace.config import ClusterConfig, PoolConfig, RayConfig, RedisConfig
@@ -31,7 +32,7 @@ async def state(redis_url: str) -> AsyncIterator[ControlState]:
 @pytest.fixture
 async def client(state: ControlState) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        serving(Answers(state), HOST, 0) as port,
+        serving(Answers(state).routes(), HOST, 0, "--http-port") as port,
         httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as client,
     ):
         yield client
@@ -65,7 +66,10 @@ async def test_a_pool_that_lacks_a_worker_shows_it(state: ControlState, client: 
 async def test_without_redis_it_answers_with_an_error_and_forgets_nothing() -> None:
     store = connect("redis://127.0.0.1:1/0", 0.2)
     try:
-        async with serving(Answers(ControlState(store, "c")), HOST, 0) as port, httpx.AsyncClient() as client:
+        async with (
+            serving(Answers(ControlState(store, "c")).routes(), HOST, 0, "--http-port") as port,
+            httpx.AsyncClient() as client,
+        ):
             for path in ("ready", "targets", "metrics"):
                 assert (await client.get(f"http://{HOST}:{port}/{path}")).status_code == 503
     finally:

@@ -1,0 +1,52 @@
+"""Looks at clusters that never were, for tests of what is made of them."""
+
+from typing import Any
+
+from cluster.console.pools import Seen
+from cluster.console.traffic import Growth
+from cluster.console.verdict import Rules, Sources
+from cluster.console.view import Cluster, Look
+from cluster.state import WorkerRecord
+from cluster.worker_client import WorkerReport
+from headrace.config import ServiceClassConfig
+from headrace.costmodel import CostModel
+from headrace.reports import RouterReport
+from headrace.values import BlockCounts, Load, Timeline, Usage
+from router.flight import Explanation, Recent, RequestTimeline
+
+CHAT = Rules({"chat": ServiceClassConfig(ttft_seconds=0.5, tpot_seconds=0.05)})
+FINE = Sources(redis_seconds=0.1, num_routers=1)
+COST = CostModel(prefill_base_seconds=0.0, prefill_token_seconds=1e-3, prefill_token_context_seconds=0.0)
+
+
+def report(worker_id: str, role: str, *, used: int = 0, total: int = 100, **load: int) -> WorkerReport:
+    blocks = BlockCounts(free=total - used, active=used)
+    return WorkerReport(worker_id, 1, role, "m", blocks, Load(**load), False, 0, 0, 0, 0, max_num_seqs=10, cost=COST)
+
+
+def worker(worker_id: str, role: str = "decode", phase: str = "ready", **said: Any) -> Seen:
+    """`silence` and what `report` takes; it has said nothing where none of that is given."""
+    record = WorkerRecord(worker_id, role, 1, role, "tp2·pp1", phase, 1.0)
+    silence = said.pop("silence", "")
+    answer = report(worker_id, role, **said) if said else None
+    return Seen(record, answer, 0.5 if answer else None, silence)
+
+
+def growth(seconds: float = 60.0, arrivals: int = 0, **verdicts: int) -> Growth:
+    """Of requests of the class chat."""
+    classes = {("chat", verdict): number for verdict, number in verdicts.items()}
+    return Growth(seconds, {"arrivals": arrivals or sum(verdicts.values())}, classes)
+
+
+def look(**fields: Any) -> Look:
+    return Look(Cluster("c", "m", "http://h/v1"), 1000.0, fields.pop("sources", FINE), **fields)
+
+
+def routed(router_id: str = "r", seconds: float = 0.0, **counts: Any) -> RouterReport:
+    return RouterReport(router_id, "127.0.0.1:1", seconds, **counts)
+
+
+def recent(request_id: str = "a", outcome: str = "finished", *, ago: float | None = 1.0, **fields: Any) -> Recent:
+    timeline = RequestTimeline(Timeline(0.1, 0.2, 0.05, 1.0, prefill_worker="p"), 0.25, "d", 1)
+    outline = Explanation(request_id, (), (), outcome, Usage(100, 5, 32), timeline, 2.0, 0.7, 0.1, **fields)
+    return Recent(outline, ("pair",), ago)
