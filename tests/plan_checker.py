@@ -14,7 +14,7 @@ from headrace.blocks import BlockHasher
 from headrace.values import FinishReason, Request, RequestKey, SamplingParams, SequenceOutput, TokenLogprobs
 from workers.scheduling.blocks import BlockLedger, Hold
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
-from workers.scheduling.scheduler import Scheduler, SchedulerLimits, StepEvents
+from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits, StepEvents
 
 Cell = bytes
 EMPTY: Cell = b""
@@ -246,6 +246,7 @@ class CheckedWorker:
         )
         self.flights: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
+        self.ahead: list[ChunkDone] = []
         self.outputs: dict[tuple[RequestKey, int], list[SequenceOutput]] = {}
 
     def launch(self, now: float = 0.0) -> StepPlan | None:
@@ -254,6 +255,7 @@ class CheckedWorker:
         if plan is not None:
             self.plans.append(plan)
             self.flights.append(self.checker.run(plan))
+            self.ahead += self.scheduler.take_ahead()
         return plan
 
     def land(self, now: float = 0.0) -> StepEvents:

@@ -241,7 +241,10 @@ class World:
 
     def _turn(self) -> None:
         for worker in (self.prefill, self.decode):
-            self._note(worker, worker.turn(self.now))
+            events = worker.turn(self.now)
+            events.chunks[:0] = worker.ahead
+            worker.ahead.clear()
+            self._note(worker, events)
         for handoff in list(self.handoffs.values()):
             self._drive(handoff)
         for read in list(self.reads):
@@ -279,7 +282,8 @@ class World:
                 )
                 handoff.claimed = True
                 try:
-                    self.prefill.scheduler.ticket(ticket, outlook.held_blocks, self.now, "decode")
+                    ahead = self.random.random() < 0.5
+                    self.prefill.scheduler.ticket(ticket, outlook.held_blocks, self.now, "decode", ahead=ahead)
                 except (Overloaded, InvalidRequest):
                     self._again(handoff)
             return

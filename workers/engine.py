@@ -113,14 +113,14 @@ class Engine:
             if plan is None:
                 await self._idle()
                 continue
-            flight = await self._launch(plan)
+            flight = await self._launch(plan, listener)
             self._postprocess(flight.plan, await self._land(flight), listener)
 
     async def _run_overlapped(self, listener: Listener) -> None:
         flights: deque[_Flight] = deque()
         while True:
             while len(flights) < 2 and (plan := self._schedule()) is not None:
-                flights.append(await self._launch(plan))
+                flights.append(await self._launch(plan, listener))
             if not flights:
                 await self._idle()
                 continue
@@ -138,11 +138,14 @@ class Engine:
         self.act_out_faults()
         return self.scheduler.schedule(self.clock.now())
 
-    async def _launch(self, plan: StepPlan) -> _Flight:
+    async def _launch(self, plan: StepPlan, listener: Listener) -> _Flight:
         if self._busy_since is None:
             self._busy_since = self.clock.now()
         await self._faults.reach("step")
-        return _Flight(plan, self.executor.step(plan))
+        flight = _Flight(plan, self.executor.step(plan))
+        for chunk in self.scheduler.take_ahead():
+            listener.on_chunk(chunk)
+        return flight
 
     async def _land(self, flight: _Flight) -> StepResult:
         try:

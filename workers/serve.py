@@ -1,6 +1,7 @@
 """A worker from start to drained: serve(spec, executor), from a Ray actor or from `python -m workers`."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,10 @@ from workers.ranks.executor import Executor
 from workers.ranks.rank import keep_for_good
 from workers.service import Worker
 from workers.spec import WorkerSpec
+
+# A thread that a device has woken waits so long for one that computes: the event loop, which has a millisecond of work
+# after a step. The interpreter's own 5 ms are more than a hand-off takes.
+SWITCH_SECONDS = 5e-4
 
 
 async def serve(
@@ -29,6 +34,7 @@ async def serve(
     `ready` is called once requests are taken. Raises WorkerLost when a rank is lost or a step fails; routers have then
     been told.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     worker = Worker(spec, executor, identity or Identity.of(spec), registry=registry)
     failure: HeadraceError | None = None
     try:

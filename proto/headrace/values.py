@@ -185,12 +185,14 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A request as its decode worker gives it to a prefill worker. The first `held_blocks` full blocks are not announced;
-    `offered` are these, as (block, epoch) in the decode worker's pool, when the prefill worker may read them."""
+    `offered` are these, as (block, epoch) in the decode worker's pool, when the prefill worker may read them. `ahead`: its
+    links wait for a step by themselves, so blocks may be announced before the step that fills them is done."""
 
     request: Request
     held_blocks: int
     router_id: str = ""
     offered: tuple[tuple[int, int], ...] = ()
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,7 @@ def ticket_to_pb(ticket: Ticket) -> transfer_pb2.Ticket:
         router_id=ticket.router_id,
         offered_blocks=[block for block, _ in ticket.offered],
         offered_epochs=[epoch for _, epoch in ticket.offered],
+        ahead=ticket.ahead,
     )
 
 
@@ -155,7 +156,7 @@ def ticket_from_pb(pb: transfer_pb2.Ticket) -> Ticket:
         traceparent=pb.traceparent,
     )
     offered = tuple(zip(pb.offered_blocks, pb.offered_epochs, strict=True))
-    return Ticket(request, pb.held_blocks, pb.router_id, offered)
+    return Ticket(request, pb.held_blocks, pb.router_id, offered, pb.ahead)
 
 
 def compatibility_to_pb(c: Compatibility) -> worker_pb2.Compatibility:

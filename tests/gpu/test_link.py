@@ -2,10 +2,12 @@
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from headrace.errors import LinkClosed
 from tests.contract.links import BIG, BIG_BLOCKS, EPOCH, MAKE, WHOLE, filled_pool, pulls_of
 from tests.contract.test_kv_link import Source, await_closed, same
 from workers.kv.links import schemes
@@ -77,6 +79,40 @@ def test_a_pull_is_there_for_what_is_launched_after_it_and_waits_for_no_step() -
     link.close()
     server.close()
     own.close()
+
+
+def test_a_pull_that_awaits_a_step_reads_what_the_step_wrote() -> None:
+    """It is asked for while the step still runs, and begins when the device says that it has written."""
+    pool, target = filled_pool(1, CUDA), filled_pool(2, CUDA)
+    server = schemes.serve(pool, "127.0.0.1", 10.0)
+    own = schemes.serve(target, "127.0.0.1", 10.0)
+    link = schemes.connect(own.endpoint, server.endpoint, target, 10.0)
+    link.pull(pulls_of([0]), WHOLE)
+    for step in (1, 2):
+        torch.cuda._sleep(200_000_000)
+        pool.tensor[7].fill_(float(step))
+        pool.wrote(step)
+        torch.cuda._sleep(200_000_000)
+        sampled = torch.cuda.Event()
+        sampled.record()
+        link.pull([BlockPull(7, EPOCH, 9)], WHOLE, step)
+        assert not sampled.query()
+        torch.cuda.synchronize()
+        assert (target.tensor[9] == float(step)).all()
+    link.close()
+    server.close()
+    own.close()
+
+
+def test_a_pull_whose_step_never_comes_ends_with_its_link() -> None:
+    pool, target = filled_pool(1, CUDA), filled_pool(2, CUDA)
+    server = schemes.serve(pool, "127.0.0.1", 10.0)
+    link = schemes.connect(server.endpoint, server.endpoint, target, 10.0)
+    link.pull(pulls_of([0]), WHOLE)
+    with ThreadPoolExecutor(1) as pulling:
+        outcome = pulling.submit(link.pull, pulls_of([1]), WHOLE, 5)
+        server.close()
+        assert isinstance(outcome.exception(10), LinkClosed)
 
 
 def test_nothing_is_compiled_once_a_pools_links_were_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:

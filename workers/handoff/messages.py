@@ -97,6 +97,7 @@ def chunk_to_pb(chunk: ChunkDone) -> transfer_pb2.Announce:
         cached_tokens=chunk.cached_tokens,
         queue_seconds=chunk.queue_seconds,
         prefill_seconds=chunk.prefill_seconds,
+        after_step=chunk.after_step,
     )
 
 
@@ -118,6 +119,7 @@ def chunk_from_pb(pb: transfer_pb2.Announce) -> ChunkDone:
         cached_tokens=pb.cached_tokens,
         queue_seconds=pb.queue_seconds,
         prefill_seconds=pb.prefill_seconds,
+        after_step=pb.after_step,
     )
 
 

@@ -61,6 +61,7 @@ class PeerLink:
         self.opened: asyncio.Future[PeerRanks] = asyncio.get_running_loop().create_future()
         self.num_bytes = 0
         self.kind = self.reason = ""
+        self.awaits_steps = False
         self.alive = True
         self.reading = asyncio.Semaphore(2)
         self._hello = hello
@@ -160,6 +161,7 @@ class PeerLink:
         if not self.opened.done():
             choice = choose(self._hello.endpoints[0], peer.endpoints[0])
             self.kind, self.reason = choice.scheme, choice.reason
+            self.awaits_steps = choice.awaits_steps
             log.info("%s is read by %s: %s", peer.worker_id, choice.scheme, choice.reason)
             self.opened.set_result(peer.ranks)
 

@@ -2,7 +2,8 @@
 
     claim     promised tokens fit the claim budget; in order, with the scheduler's bounded bypass
     ticket    to the prefill worker, over the pair's one stream
-    announce  blocks that hold their final content: allocate as many, read them
+    announce  blocks that hold their final content, or will once a step of the source is done: allocate as many, read
+              them, waiting for that step where they are read
     last      first tokens: the request is over (nothing more is read), or joins the batch
 
 Waiting for a claim or in the peer's queue is not peer death; only a lost stream, an Abort (also in answer to a Renew,
@@ -33,12 +34,13 @@ class NoRoom(TransferFailed):
 class ToRead:
     """What a round of announcements asks for: (block, epoch) in the source's pool, from `first_block` of the table on.
 
-    `last` is the last announcement, if it is among them.
+    `last` is the last announcement, if it is among them. `after_step`: what the read waits for, see ChunkDone.
     """
 
     first_block: int
     blocks: tuple[tuple[int, int], ...]
     last: ChunkDone | None = None
+    after_step: int = 0
 
 
 class Announced:
@@ -60,7 +62,7 @@ class Announced:
         last = chunks[-1] if chunks[-1].last else None
         if self._next_block > self._num_blocks or (last and self._next_block < self._num_blocks):
             raise TransferFailed(f"{self._next_block} blocks were announced of {self._num_blocks}")
-        return ToRead(first, tuple(blocks), last)
+        return ToRead(first, tuple(blocks), last, max(chunk.after_step for chunk in chunks))
 
 
 class Puller:
@@ -94,7 +96,9 @@ class Puller:
         with link.conversation(key) as talk:
             offered = self._engine.scheduler.incoming.held_blocks(key) if request.offer_held else ()
             left = _time_left(request, self._engine.clock.now() - asked_at)
-            ticket = Ticket(left, expected.held_blocks, router_id, offered)
+            # What is over with its first token is not to be read: whether it is, is known when it is computed.
+            ahead = link.awaits_steps and request.sampling.max_tokens > 1
+            ticket = Ticket(left, expected.held_blocks, router_id, offered, ahead)
             link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
             announced = Announced(expected)
             while True:
@@ -155,12 +159,12 @@ class Puller:
         async with link.reading:
             await self._reads.meet_faults(todo.first_block, len(todo.blocks))
             try:
-                receipt = await self._reads.read(ranks, todo.blocks, targets)
+                receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
             except LinkClosed:
                 # Another request's trouble closes the link that both read over; the peer may be well.
                 if not link.alive:
                     raise
-                receipt = await self._reads.read(ranks, todo.blocks, targets)
+                receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
         self._engine.scheduler.incoming.landed(key, len(targets))
         self._engine.scheduler.incoming.note_transfer(
             key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes

@@ -10,6 +10,8 @@ from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 
 Block = tuple[int, int]
 
+STEP_SECONDS = 60.0  # after which a worker is lost whose ranks did not end a step
+
 
 class Reads:
     """Owns nothing; the engine learns what a read cost. `on_read` hears of (bytes, seconds)."""
@@ -27,8 +29,10 @@ class Reads:
         self._faults = faults or Faults()
         self._on_read = on_read
 
-    async def read(self, ranks: PeerRanks, sources: Sequence[Block], targets: Sequence[Block]) -> PullReceipt:
-        """Reads source blocks into target blocks, each (block, epoch), in order.
+    async def read(
+        self, ranks: PeerRanks, sources: Sequence[Block], targets: Sequence[Block], after_step: int = 0
+    ) -> PullReceipt:
+        """Reads source blocks into target blocks, each (block, epoch), in order, once the source has done `after_step`.
 
         A caller that goes away does not end the read: its target blocks stay quarantined until it is over, which a read
         that takes too long is by having its link closed under it."""
@@ -38,8 +42,10 @@ class Reads:
             for (source, epoch), (target, target_epoch) in zip(sources, targets, strict=True)
         ]
         quarantine = incoming.begin_pull(targets)
-        reading = asyncio.wrap_future(executor.pull(ranks, pulls))
-        late = asyncio.get_running_loop().call_later(self._transfer_seconds, executor.close_links, ranks.key)
+        # A step that takes too long is its own worker's to notice, and ends the stream.
+        seconds = self._transfer_seconds + (STEP_SECONDS if after_step else 0.0)
+        reading = asyncio.wrap_future(executor.pull(ranks, pulls, after_step))
+        late = asyncio.get_running_loop().call_later(seconds, executor.close_links, ranks.key)
 
         def over(reading: asyncio.Future[PullReceipt]) -> None:
             late.cancel()
@@ -53,11 +59,11 @@ class Reads:
         try:
             receipt = await asyncio.shield(reading)
         except LinkClosed as error:
-            if self._engine.clock.now() - started < self._transfer_seconds:
+            if self._engine.clock.now() - started < seconds:
                 raise
             raise TransferFailed(
-                f"{len(pulls)} blocks of {ranks.worker_id} did not come within {self._transfer_seconds:g} s",
-                seconds=self._transfer_seconds,
+                f"{len(pulls)} blocks of {ranks.worker_id} did not come within {seconds:g} s",
+                seconds=seconds,
             ) from error
         self._engine.add_transfer(receipt.num_bytes, receipt.seconds)
         if self._on_read:

@@ -96,7 +96,11 @@ class Source:
         ticket = live.ticket
         try:
             self._engine.scheduler.ticket(
-                ticket.request, ticket.held_blocks, self._engine.clock.now(), live.stream.peer.worker_id
+                ticket.request,
+                ticket.held_blocks,
+                self._engine.clock.now(),
+                live.stream.peer.worker_id,
+                ahead=ticket.ahead,
             )
         except HeadraceError as error:
             self._lost(live.key, error)
@@ -136,7 +140,7 @@ class Source:
             self._end(ticket)
 
     def chunk(self, chunk: ChunkDone) -> None:
-        """A chunk is computed: announces it. Of a ticket that ended meanwhile nothing is said."""
+        """A chunk is computed, or its step is launched: announces it. Of a ticket that ended meanwhile nothing is said."""
         if (ticket := self._find(chunk.key)) is not None:
             self.num_handoffs += chunk.last
             ticket.stream.send(announce(chunk))

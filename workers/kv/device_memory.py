@@ -88,6 +88,29 @@ class MappedMemory:
         }
 
 
+class DeviceWord:
+    """An int64 word of host memory, which `owner` keeps, that the device writes too: in the order of a stream."""
+
+    def __init__(self, owner: object, address: int, num_bytes: int, word: int, device_index: int) -> None:
+        """`word` is the address of the word, in the `num_bytes` from `address` on that the device is to see."""
+        with on_device(device_index):
+            checked(driver.cuMemHostRegister(address, num_bytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP))
+            self._there = int(checked(driver.cuMemHostGetDevicePointer(word, 0)))
+        # Whoever lets go of the memory first takes it from under the device: it is kept until then.
+        self._release = weakref.finalize(self, _unregister, owner, address, device_index)
+        self._release.atexit = False
+
+    def write(self, value: int, stream: int) -> None:
+        """Once the stream has done what it was given: its writes are visible before the word is."""
+        checked(driver.cuStreamWriteValue64(stream, self._there, value, 0))
+
+
+def _unregister(owner: object, address: int, device_index: int) -> None:
+    with on_device(device_index):
+        checked(driver.cuCtxSynchronize())
+        checked(driver.cuMemHostUnregister(address))
+
+
 def _let_go(handle: Any, address: int, num_bytes: int, device_index: int, own: bool) -> None:
     with on_device(device_index):
         if own:

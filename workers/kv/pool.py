@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from workers.kv.layout import Piece, SlabLayout
-from workers.kv.shared_words import SharedWords
+from workers.kv.shared_words import WORD_BYTES, SharedWords
 
 if TYPE_CHECKING:
-    from workers.kv.device_memory import MappedMemory
+    from workers.kv.device_memory import DeviceWord, MappedMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Exportable:
-    """A pool's memory as peers on this machine can map it: its blocks from the first byte on, and its epoch words."""
+    """A pool's memory as peers on this machine can map it: its blocks from the first byte on, and its words, the last of
+    which the device sets."""
 
     blocks: "MappedMemory"
-    epochs: SharedWords
+    words: SharedWords
+    done: "DeviceWord"
 
 
 class KvPool:
@@ -41,7 +43,7 @@ class KvPool:
             self.exportable = _exportable(slab, num_blocks + 1, device)
             blocks = torch.as_tensor(self.exportable.blocks, device=device)
             self.tensor = blocks[: (num_blocks + 1) * slab.block_bytes].view(dtype).view(shape).zero_()
-            self.epochs = self.exportable.epochs.tensor
+            self.epochs = self.exportable.words.tensor
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             self.epochs = torch.zeros(num_blocks + 1, dtype=torch.int64)
@@ -56,6 +58,12 @@ class KvPool:
         this wrote, and write those that this was the last to use: neither would wait for the stream."""
         if self.exportable is not None:
             torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def wrote(self, step: int) -> None:
+        """All that plan `step` writes into the pool has been given to the calling thread's stream: when that has done it,
+        who waits for the plan at a link reads."""
+        if self.exportable is not None:
+            self.exportable.done.write(step, torch.cuda.current_stream(self.tensor.device).cuda_stream)
 
     def set_epochs(self, fresh: Iterable[tuple[int, int]]) -> None:
         """Blocks changed hands: from here on a reader that expects an older epoch finds out."""
@@ -98,7 +106,10 @@ class KvPool:
 
 
 def _exportable(slab: SlabLayout, num_slabs: int, device: torch.device) -> Exportable:
-    from workers.kv.device_memory import MappedMemory
+    from workers.kv.device_memory import DeviceWord, MappedMemory
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Exportable(MappedMemory.allocate(num_slabs * slab.block_bytes, index), SharedWords(num_slabs))
+    blocks, words = MappedMemory.allocate(num_slabs * slab.block_bytes, index), SharedWords(num_slabs)
+    first, last = words.tensor.data_ptr(), words.done.data_ptr()
+    done = DeviceWord(words, first, last + WORD_BYTES - first, last, index)
+    return Exportable(blocks, words, done)

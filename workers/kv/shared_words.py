@@ -1,4 +1,5 @@
-"""Epoch words that processes of one machine share: the owner writes them, its peers read them without asking.
+"""Epoch words that processes of one machine share: the owner writes them, its peers read them without asking. One word
+more, the last, says which plan's writes are done.
 
 They lie in host memory also where the pool does not. A rank sets a block's word before it launches what overwrites the
 block; so whoever has read the block, and finds the word unchanged afterwards, has read what it was. Setting costs no
@@ -15,12 +16,15 @@ WORD_BYTES = 8
 
 
 class SharedWords:
-    """`count` int64 words, all 0 at first, as `tensor`. Owns a descriptor; the mapping lives as long as the tensor."""
+    """`count` int64 words and the last plan's, all 0 at first, as `tensor` and `done`. Owns a descriptor; the mapping
+    lives as long as the tensors."""
 
     def __init__(self, count: int) -> None:
         self._descriptor = os.memfd_create("headrace-epochs", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, count * WORD_BYTES)
-        self.tensor: Tensor = torch.frombuffer(mmap.mmap(self._descriptor, count * WORD_BYTES), dtype=torch.int64)
+        size = (count + 1) * WORD_BYTES
+        os.ftruncate(self._descriptor, size)
+        words: Tensor = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.int64)
+        self.tensor, self.done = words.split((count, 1))
 
     def export(self) -> int:
         """A descriptor that can only read, which the caller closes."""

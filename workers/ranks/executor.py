@@ -44,9 +44,10 @@ class Executor(Protocol):
         """Carries the plan out after all earlier ones. At most two are in flight."""
         ...
 
-    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull]) -> Future[PullReceipt]:
-        """Every rank reads its pieces of `blocks` from the peer's ranks, by the reshard plan; links are formed on
-        first use. The receipt sums bytes over ranks. Fails with StaleBlocks, LinkClosed or IncompatiblePeer."""
+    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+        """Every rank reads its pieces of `blocks` from the peer's ranks, by the reshard plan, once each of those has done
+        the peer's plan `after_step`; links are formed on first use. The receipt sums bytes over ranks. Fails with
+        StaleBlocks, LinkClosed or IncompatiblePeer."""
         ...
 
     def close_links(self, peer: tuple[str, int]) -> None:

@@ -136,7 +136,7 @@ class RankExecutor:
             self._tell(Step(plan))
         return future
 
-    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull]) -> "Future[PullReceipt]":
+    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> "Future[PullReceipt]":
         def conclude(outcomes: list[PullReceipt | HeadraceError]) -> PullReceipt:
             receipts = []
             for outcome in outcomes:
@@ -146,7 +146,7 @@ class RankExecutor:
             moved, seconds = sum(r.num_bytes for r in receipts), max(r.seconds for r in receipts)
             return PullReceipt(len(blocks), moved, seconds)
 
-        return self._ask(lambda task: Pull(task, peer, tuple(blocks)), conclude)
+        return self._ask(lambda task: Pull(task, peer, tuple(blocks), after_step), conclude)
 
     def close_links(self, peer: tuple[str, int]) -> None:
         self._tell(CloseLinks(peer))

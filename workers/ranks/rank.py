@@ -117,6 +117,7 @@ class Pull:
     task: int
     peer: PeerRanks
     blocks: tuple[BlockPull, ...]
+    after_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,8 @@ class Rank:
         match command:
             case Step() | Digest() | End():
                 self._ordered.put(command)
-            case Pull(task, peer, blocks):
-                self._links.pull(peer, blocks, lambda outcome: self._reply(Pulled(task, outcome)))
+            case Pull(task, peer, blocks, after_step):
+                self._links.pull(peer, blocks, lambda outcome: self._reply(Pulled(task, outcome)), after_step)
             case CloseLinks(peer):
                 self._links.close_peer(peer)
             case Ping():

@@ -178,7 +178,9 @@ class Runner:
             return self._replay_decodes(plan, self._decodes)
         if self._prompts is not None and (shape := self._prompts.shape_for(plan)) is not None:
             inputs = self._rows.prompt_inputs(plan, shape)
-            return self._draw_at(plan, self._prompts.residual(inputs), inputs)
+            residual_TD = self._prompts.residual(inputs)
+            self.pool.wrote(plan.number)
+            return self._draw_at(plan, residual_TD, inputs)
         return self._launch_eagerly(plan)
 
     def _replay_decodes(self, plan: StepPlan, graphs: DecodeGraphs) -> Launched:
@@ -199,6 +201,7 @@ class Runner:
         """Every kernel by a launch of its own."""
         inputs = self._rows.inputs(plan)
         residual_TD = self._forward(inputs)
+        self.pool.wrote(plan.number)
         if self._context.is_last_stage:
             return self._draw_at(plan, residual_TD, inputs)
         return self._leave(plan, residual_TD, inputs.sample_rows)

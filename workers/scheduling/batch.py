@@ -5,6 +5,7 @@ prompt, prefill, finish.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from headrace.errors import InternalError
 from headrace.values import SequenceOutput, TokenLogprobs
@@ -20,11 +21,12 @@ _row_work = tuple.__new__
 class Batch:
     """Makes the plans of one Scheduler and takes their results, on what its Running owns.
 
-    `over` collects requests whose last token came, for the scheduler to take.
+    `over` collects requests whose last token came, `ahead` what plans will make final, for the scheduler to take.
     """
 
     def __init__(self, limits: SchedulerLimits, running: Running) -> None:
         self.over: list[RequestState] = []
+        self.ahead: list[ChunkDone] = []
         self._limits = limits
         self._running = running
         self._ledger = running.ledger
@@ -178,6 +180,8 @@ class Batch:
         new_blocks = self._unsent(seq)
         seq.num_scheduled = end
         self._add(seq, RowWork(seq.row, start, end - start, seq.tokens(start, end), new_blocks, num_samples))
+        if seq.state.ahead and (chunk := self._final(seq, end, last=bool(num_samples))) is not None:
+            self.ahead.append(replace(chunk, after_step=self._number + 1))
         if num_samples:
             self._running.prefilling.remove(seq)
             if num_samples == 1 and seq.state.kind is not Kind.TICKET:
@@ -298,30 +302,38 @@ class Batch:
         """What of a ticket has become final; with its first tokens its blocks are pinned."""
         state = seq.state
         last = bool(drawn)
-        first = max(state.num_announced, state.held_blocks)
-        end = len(seq.blocks) if last else seq.num_computed // self._block_size
-        if end <= first and not last:
+        chunk = self._final(seq, seq.num_computed, last=last)
+        if not last:
+            if chunk is not None:
+                events.chunks.append(chunk)
             return
-        state.num_announced = max(first, end)
-        epoch = self._ledger.epoch
         started = state.arrived_at if state.started_at is None else state.started_at
         events.chunks.append(
-            ChunkDone(
-                seq.key,
-                first,
-                tuple((block, epoch(block)) for block in seq.blocks[first:end]),
-                last,
-                tuple(
+            replace(
+                chunk or ChunkDone(seq.key, state.num_announced, ()),
+                last=True,
+                first_tokens=tuple(
                     FirstToken(i, token, found) for i, (token, found) in enumerate(zip(drawn, logprobs, strict=True))
                 ),
-                state.cached_tokens,
-                started - state.arrived_at,
-                now - started,
+                cached_tokens=state.cached_tokens,
+                queue_seconds=started - state.arrived_at,
+                prefill_seconds=now - started,
             )
         )
-        if last:
-            self._running.leave(seq, Stage.PINNED)
-            self._ledger.pin(held(seq), now + self._limits.pin_seconds)
+        self._running.leave(seq, Stage.PINNED)
+        self._ledger.pin(held(seq), now + self._limits.pin_seconds)
+
+    def _final(self, seq: Sequence, num_tokens: int, *, last: bool) -> ChunkDone | None:
+        """The blocks that hold their final content with so many tokens of the ticket computed, and were not announced
+        before. They count as announced from here on."""
+        state = seq.state
+        first = max(state.num_announced, state.held_blocks)
+        end = len(seq.blocks) if last else num_tokens // self._block_size
+        state.num_announced = max(first, end)
+        if end <= first:
+            return None
+        epoch = self._ledger.epoch
+        return ChunkDone(seq.key, first, tuple((block, epoch(block)) for block in seq.blocks[first:end]))
 
     def _fork(
         self,

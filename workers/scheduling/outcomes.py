@@ -49,6 +49,7 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
     """Blocks of a ticket that hold their final content: (block, epoch) from index `first_block` of its block table on.
+    With `after_step` they do once the plan of that number is done; who reads them waits for it, at the source's ranks.
 
     A partly filled block is announced once, with the last chunk. The first `held_blocks` of the ticket are skipped.
     """
@@ -61,6 +62,7 @@ class ChunkDone:
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    after_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ A request is one of three things here:
   expected expect():  decode side of a hand-off. What becomes of it until it joins, or is computed here, is asked of
                       `incoming`. Until then it takes no row and no budget, and never counts as stuck.
   ticket   ticket():  prefill side. Computed like any prompt; every finished chunk comes out of apply() as a ChunkDone,
-                      the last with the first tokens. Its blocks are then pinned until release(), or until expire()
-                      finds the pin's deadline passed.
+                      the last with the first tokens. Of one that is announced ahead, blocks come out of take_ahead()
+                      with the plan that fills them, and apply() tells the end alone. Its blocks are then pinned until
+                      release(), or until expire() finds the pin's deadline passed.
 
 Every way out ends in the ledger's release, once. What is in flight (one step ahead) is freed only after its step.
 
@@ -72,13 +73,14 @@ class Scheduler:
     def expect(self, request: Request, now: float) -> Expected:
         return self.incoming.outlook(self._take(request, Kind.EXPECTED, now))
 
-    def ticket(self, request: Request, held_blocks: int, now: float, peer: str = "") -> None:
+    def ticket(self, request: Request, held_blocks: int, now: float, peer: str = "", *, ahead: bool = False) -> None:
         """`held_blocks` leading full blocks need not be announced. `peer` names who pulls, so that one slow puller does
-        not take all of what may be pinned."""
+        not take all of what may be pinned. `ahead`: it can wait for a step, so blocks are announced with their plan."""
         most = (request.num_prompt_tokens - 1) // self.ledger.block_size
         if not 0 <= held_blocks <= most:
             raise InvalidRequest.out_of_range("held_blocks", held_blocks, f"from 0 to {most}")
-        self._take(request, Kind.TICKET, now, peer).held_blocks = held_blocks
+        state = self._take(request, Kind.TICKET, now, peer)
+        state.held_blocks, state.ahead = held_blocks, ahead
 
     def _take(self, request: Request, kind: Kind, now: float, peer: str = "") -> RequestState:
         key = request.key
@@ -176,6 +178,11 @@ class Scheduler:
             plan = batch.finish()
             if plan is not None or not self._running.break_deadlock():
                 return plan
+
+    def take_ahead(self) -> list[ChunkDone]:
+        """What the plans made since the last call will make final: to be announced once the ranks have been given them."""
+        ahead, self._batch.ahead = self._batch.ahead, []
+        return ahead
 
     def apply(self, result: StepResult, now: float) -> StepEvents:
         """Takes the result of the oldest plan in flight."""

@@ -35,6 +35,7 @@ class RequestState:
     """What all samples of a request share. `order` numbers arrivals; `rank` sorts those who wait."""
 
     __slots__ = (
+        "ahead",
         "arrived_at",
         "asked",
         "bypassed",
@@ -83,6 +84,7 @@ class RequestState:
         self.order = order
         self.rank = (-request.priority, order)
         self.peer = peer
+        self.ahead = False
         self.hasher = hasher
         self.prompt_chain: list[BlockId] = list(hasher.chain(request.prompt_token_ids))
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)

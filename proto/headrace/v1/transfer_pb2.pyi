@@ -36,7 +36,7 @@ class LinkHello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., compatibility: _Optional[_Union[_worker_pb2.Compatibility, _Mapping]] = ..., layout: _Optional[_Union[_worker_pb2.Layout, _Mapping]] = ..., num_kv_heads: _Optional[int] = ..., num_layers: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent", "router_id", "offered_blocks", "offered_epochs")
+    __slots__ = ("key", "prompt_token_ids", "sampling", "n", "adapter", "cache_salt", "priority", "seconds_left", "held_blocks", "traceparent", "router_id", "offered_blocks", "offered_epochs", "ahead")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Ticket(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OFFERED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     prompt_token_ids: bytes
     sampling: _worker_pb2.WorkerSampling
@@ -63,7 +64,8 @@ class Ticket(_message.Message):
     router_id: str
     offered_blocks: _containers.RepeatedScalarFieldContainer[int]
     offered_epochs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., offered_blocks: _Optional[_Iterable[int]] = ..., offered_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_worker_pb2.WorkerSampling, _Mapping]] = ..., n: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., held_blocks: _Optional[int] = ..., traceparent: _Optional[str] = ..., router_id: _Optional[str] = ..., offered_blocks: _Optional[_Iterable[int]] = ..., offered_epochs: _Optional[_Iterable[int]] = ..., ahead: _Optional[bool] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("key",)
@@ -118,7 +120,7 @@ class FirstToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_worker_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Announce(_message.Message):
-    __slots__ = ("key", "first_block", "blocks", "epochs", "last", "first_tokens", "cached_tokens", "queue_seconds", "prefill_seconds")
+    __slots__ = ("key", "first_block", "blocks", "epochs", "last", "first_tokens", "cached_tokens", "queue_seconds", "prefill_seconds", "after_step")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class Announce(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     first_block: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -137,7 +140,8 @@ class Announce(_message.Message):
     cached_tokens: int
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    after_step: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class SourceMessage(_message.Message):
     __slots__ = ("hello", "announce", "abort", "beat")

@@ -6,7 +6,7 @@ threads, and can be held and let go.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import count
@@ -17,11 +17,13 @@ from headrace.errors import LinkClosed, StaleBlocks, WorkerLost
 from headrace.values import ParallelLayout, SamplingParams, TokenLogprobs
 from workers.kv.layout import ModelShape
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.kv.links.choice import AWAIT_STEPS
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 VOCAB = 997
 _numbers = count(1)
 _open: dict[str, "MemoryExecutor"] = {}
+AWAIT_STEPS.add("memory")
 
 
 class _Row:
@@ -52,9 +54,12 @@ class MemoryExecutor:
         self.go_pulls.set()
         self.num_steps = 0
         self.num_pulled = 0
+        self.asked_ahead = 0
         self.pull_error: Exception | None = None
         self.step_error: Exception | None = None
         self._rows: dict[int, _Row] = {}
+        self._stepped = threading.Condition()
+        self._num_done = 0
         self._closed = False
         self._cut: dict[tuple[str, int], threading.Event] = {}
         self._stepping = ThreadPoolExecutor(1)
@@ -95,6 +100,9 @@ class MemoryExecutor:
                 logprobs.append(None if wanted is None else _logprobs(token, wanted))
                 if sample == 0:
                     row.last = token
+        with self._stepped:
+            self._num_done = plan.number
+            self._stepped.notify_all()
         asked = any(entry is not None for entry in logprobs)
         return StepResult(plan.number, tuple(tokens), tuple(logprobs) if asked else (), seconds=1e-4)
 
@@ -111,11 +119,12 @@ class MemoryExecutor:
         seed = b"" if row.sampling.greedy else f"{row.sampling.seed}/{index}".encode()
         return int.from_bytes(blake2b(content.tobytes() + seed, digest_size=4).digest(), "little") % VOCAB
 
-    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull]) -> Future[PullReceipt]:
+    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
         cut = self._cut.setdefault(peer.key, threading.Event())
-        return self._pulling.submit(self._pull, peer, tuple(blocks), cut)
+        self.asked_ahead += after_step > 0
+        return self._pulling.submit(self._pull, peer, tuple(blocks), cut, after_step)
 
-    def _pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], cut: threading.Event) -> PullReceipt:
+    def _pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], cut: threading.Event, after_step: int) -> PullReceipt:
         while not self.go_pulls.wait(0.005):
             if cut.is_set() or self._closed:
                 raise LinkClosed(f"the link to {peer.worker_id} was closed")
@@ -124,12 +133,19 @@ class MemoryExecutor:
         source = _open.get(peer.endpoints[0])
         if source is None or cut.is_set():
             raise LinkClosed(f"{peer.worker_id} is gone")
+        source.await_step(after_step, lambda: cut.is_set() or self._closed)
         content = source.pool[[pull.source for pull in blocks]].copy()
         if any(source.epochs[pull.source] != pull.epoch for pull in blocks):
             raise StaleBlocks(f"blocks of {peer.worker_id} changed hands")
         self.pool[[pull.target for pull in blocks]] = content
         self.num_pulled += len(blocks)
         return PullReceipt(len(blocks), len(blocks) * self.block_bytes, 1e-4)
+
+    def await_step(self, step: int, given_up: Callable[[], bool]) -> None:
+        with self._stepped:
+            while not self._stepped.wait_for(lambda: self._num_done >= step, 0.005):
+                if given_up() or self._closed:
+                    raise LinkClosed(f"plan {step} was never done")
 
     def close_links(self, peer: tuple[str, int]) -> None:
         if (cut := self._cut.pop(peer, None)) is not None:

@@ -56,9 +56,10 @@ class KvLink(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def pull(self, blocks: Sequence[BlockPull], piece: Piece) -> PullReceipt:
-        """Reads the piece of every block. Blocks the calling thread, never an event loop; returns when the bytes are
-        in our pool and visible to what is launched on the compute stream afterwards.
+    def pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> PullReceipt:
+        """Reads the piece of every block, once the source has done the plan `after_step` (not 0 only where the choice of
+        the link says that it awaits steps); the receipt's seconds begin there. Blocks the calling thread, never an event
+        loop; returns when the bytes are in our pool and visible to what is launched on the compute stream afterwards.
 
         Raises StaleBlocks when an epoch had moved (the target blocks' content is then undefined; the link stays
         usable), LinkClosed when the link closed, timed out or failed (it is then closed for good).

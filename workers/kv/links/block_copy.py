@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.pull_blocks import MappedWords, PullShape, pull_blocks
+from kernels.pull_blocks import PullLauncher, PullShape
 from kernels.tuning import PullTile, tuning_of
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.pool import KvPool
@@ -23,8 +23,8 @@ class BlockCopy:
         """`tile`: how the kernel is launched, where not as the card was tuned."""
         device = pool.tensor.device
         self._pool = pool
-        self._tile = tile or tuning_of(device).pull
-        self._target = MappedWords(pool.tensor.data_ptr())
+        self._launcher = PullLauncher(tile or tuning_of(device).pull)
+        self._target = pool.tensor.data_ptr()
         _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # its stub takes it for a method
         self._stream = torch.cuda.Stream(device, priority=highest)
         # Waited for by spinning: a sleeping thread wakes a tenth of a millisecond late, and a pull takes about one.
@@ -41,9 +41,8 @@ class BlockCopy:
         shape = _shape(slab, self._pool.slab, piece)
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(self._pinned, non_blocking=True)
-            numbers = self._sources[:count], self._targets[:count]
             try:
-                pull_blocks(MappedWords(address), self._target, *numbers, shape, self._tile)
+                self._launcher.launch(address, self._target, self._sources, self._targets, count, shape)
             finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
                 self._done.record(self._stream)
                 self._done.synchronize()

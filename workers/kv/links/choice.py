@@ -6,6 +6,7 @@ from headrace.errors import IncompatiblePeer
 from workers.kv.links.endpoint import Place, place_in, schemes_of
 
 GLOO, NVLINK = "gloo", "nvlink"
+AWAIT_STEPS = {NVLINK}  # their readers see for themselves when a step of the source is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,10 @@ class Choice:
 
     scheme: str
     reason: str
+
+    @property
+    def awaits_steps(self) -> bool:
+        return self.scheme in AWAIT_STEPS
 
 
 def choose(ours: str, theirs: str) -> Choice:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 
+from headrace.errors import IncompatiblePeer
 from workers.kv.layout import Piece
 from workers.kv.links.base import BlockPull, KvServer
 from workers.kv.links.closing import Closing
@@ -95,6 +96,9 @@ class GlooTransport:
         self._pair.send({"scheme": SCHEME, **asdict(terms)})
         terms.check(self._pair.next(self._seconds))
         self._group = PairGroup(self._pair, TARGET, self._seconds)
+
+    def await_step(self, step: int) -> None:
+        raise IncompatiblePeer(f"gloo awaits no steps, was asked for what plan {step} writes", field="after_step")
 
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         asked = [block.epoch for block in blocks]

@@ -18,6 +18,10 @@ class Transport(Protocol):
         """Once, before the first transfer. Ends at once when `closing` closes; IncompatiblePeer, LinkClosed."""
         ...
 
+    def await_step(self, step: int) -> None:
+        """Returns when the source has written all that its plan `step` writes. As transfer."""
+        ...
+
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         """The bytes moved. As KvLink.pull; any other error closes the link."""
         ...
@@ -44,15 +48,15 @@ class Link:
     def close(self) -> None:
         self._closing.close("closed from this side")
 
-    def pull(self, blocks: Sequence[BlockPull], piece: Piece) -> PullReceipt:
+    def pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> PullReceipt:
         try:
             with self._turn:
-                return self._pull(blocks, piece)
+                return self._pull(blocks, piece, after_step)
         finally:
             if self._closing.closed:
                 self._release()
 
-    def _pull(self, blocks: Sequence[BlockPull], piece: Piece) -> PullReceipt:
+    def _pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int) -> PullReceipt:
         began = time.perf_counter()
         if self._closing.closed:
             raise self._closing.error()
@@ -60,6 +64,9 @@ class Link:
             if not self._formed:
                 self._formed = True
                 self._transport.form(self._closing)
+            if after_step:
+                self._transport.await_step(after_step)
+                began = time.perf_counter()
             num_bytes = self._transport.transfer(blocks, piece)
         except StaleBlocks:
             raise

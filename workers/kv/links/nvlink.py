@@ -34,6 +34,7 @@ from workers.kv.shared_words import map_words
 log = logging.getLogger(__name__)
 
 SCHEME = "nvlink"
+LOOK_SECONDS = 5e-5  # a look takes a hundredth of this
 
 
 def place_of(pool: KvPool) -> Place:
@@ -86,7 +87,7 @@ def _exportable(pool: KvPool) -> Exportable:
 
 
 def _hand_out(channel: Channel, exportable: Exportable) -> None:
-    descriptors = [exportable.blocks.export(), exportable.epochs.export()]
+    descriptors = [exportable.blocks.export(), exportable.words.export()]
     try:
         channel.send_descriptors(b"", descriptors)
     except ChannelClosed as error:
@@ -99,12 +100,12 @@ def _hand_out(channel: Channel, exportable: Exportable) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A source's pool as this process sees it."""
+    """A source's pool as this process sees it. `words`: an epoch a block, and last the plan whose writes are done."""
 
     slab: SlabLayout
     num_blocks: int
     blocks: MappedMemory
-    epochs: memoryview
+    words: memoryview
 
 
 class NvlinkTransport:
@@ -154,6 +155,16 @@ class NvlinkTransport:
         pair.send({"mapped": True})
         log.info("mapped %d MiB of a peer in %.1f ms", memory.num_bytes >> 20, (time.perf_counter() - began) * 1e3)
 
+    def await_step(self, step: int) -> None:
+        """Looks again and again: what sets the word is the source's device, which can wake nobody here."""
+        assert self.mapped is not None
+        words = self.mapped.words
+        last = len(words) - 1
+        while words[last] < step:
+            if self._closing.closed:
+                raise self._closing.error()
+            time.sleep(LOOK_SECONDS)
+
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         """What is done beside the kernel is done for all blocks at once: a third of the time of a short pull is here."""
         assert self.mapped is not None
@@ -170,7 +181,7 @@ class NvlinkTransport:
 
     def _check_epochs(self, blocks: Sequence[BlockPull], sources: tuple[int, ...], epochs: tuple[int, ...]) -> None:
         assert self.mapped is not None
-        found = tuple(map(self.mapped.epochs.__getitem__, sources))
+        found = tuple(map(self.mapped.words.__getitem__, sources))
         if found != epochs:
             check_epochs(blocks, found)
 

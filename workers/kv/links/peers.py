@@ -42,7 +42,7 @@ class PeerLinks:
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._closed = False
 
-    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], done: Done) -> None:
+    def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], done: Done, after_step: int = 0) -> None:
         """Returns at once; `done` is called once, from another thread or from this one."""
         try:
             pieces = pieces_of(self._shape, peer.layout, self._layout, self._rank)
@@ -59,7 +59,7 @@ class PeerLinks:
                 known = self._peers.get(peer.key)
                 if known is None:
                     known = self._peers[peer.key] = _Peer(self._pool, self._endpoint, self._seconds, peer.key)
-                known.jobs.put((peer, pieces, blocks, done))
+                known.jobs.put((peer, pieces, blocks, after_step, done))
                 return
         done(LinkClosed("link closed: this rank is closing"))
 
@@ -84,7 +84,8 @@ class _Peer:
     """One peer worker: a queue of pulls, the thread that carries them out, a link for each source rank it read from."""
 
     def __init__(self, pool: KvPool, endpoint: str, seconds: float, key: tuple[str, int]) -> None:
-        self.jobs: SimpleQueue[tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], Done] | None] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], int, Done] | None]
+        self.jobs = SimpleQueue()
         self._pool = pool
         self._endpoint = endpoint
         self._seconds = seconds
@@ -104,9 +105,9 @@ class _Peer:
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
-            peer, pieces, blocks, done = job
+            peer, pieces, blocks, after_step, done = job
             try:
-                outcome: PullReceipt | HeadraceError = self._pull(peer, pieces, blocks)
+                outcome: PullReceipt | HeadraceError = self._pull(peer, pieces, blocks, after_step)
             except HeadraceError as error:
                 outcome = error
             except Exception as error:
@@ -114,12 +115,14 @@ class _Peer:
                 outcome = InternalError(f"{type(error).__name__}: {error}")
             done(outcome)
 
-    def _pull(self, peer: PeerRanks, pieces: tuple[Piece, ...], blocks: Sequence[BlockPull]) -> PullReceipt:
+    def _pull(
+        self, peer: PeerRanks, pieces: tuple[Piece, ...], blocks: Sequence[BlockPull], after_step: int
+    ) -> PullReceipt:
         # Whoever still reads these blocks from here, as what they were, must find out before they change.
         self._pool.set_epochs((b.target, b.target_epoch) for b in blocks if b.target_epoch is not None)
         num_bytes, seconds = 0, 0.0
         for piece in pieces:
-            receipt = self._link(peer, piece.source_rank).pull(blocks, piece)
+            receipt = self._link(peer, piece.source_rank).pull(blocks, piece, after_step)
             num_bytes += receipt.num_bytes
             seconds += receipt.seconds
         return PullReceipt(len(blocks), num_bytes, seconds)

@@ -96,6 +96,29 @@ async def test_a_handed_over_prompt_is_answered_as_alone(length: int) -> None:
         await both_idle(prefill, decode)
 
 
+async def test_blocks_are_asked_for_while_the_step_that_fills_them_runs() -> None:
+    asked = a_request(length=8, max_tokens=4)
+    expected = await answer_alone(asked)
+    async with a_pair() as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        async with asyncio.timeout(10):
+            while not decode.executor.asked_ahead:
+                await decode.worker.changed()
+        assert decode.executor.num_pulled == 0
+        prefill.executor.go_steps.set()
+        assert said(await answer.end()) == said(expected)
+        await both_idle(prefill, decode)
+
+
+async def test_what_is_over_with_its_first_token_is_not_read_ahead() -> None:
+    async with a_pair() as (prefill, decode), decode.router() as router:
+        got = await router.submit(replace(a_request(length=8, max_tokens=1), prefill=prefill.target)).end()
+        assert got.error is None
+        assert (decode.executor.asked_ahead, decode.executor.num_pulled) == (0, 0)
+        await both_idle(prefill, decode)
+
+
 async def test_many_at_once_are_answered_as_alone() -> None:
     asked = [a_request(f"q{i}", length=3 + 5 * i, seed=i % 4, max_tokens=12) for i in range(10)]
     expected = [said(await answer_alone(request)) for request in asked]

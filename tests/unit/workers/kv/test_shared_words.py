@@ -12,9 +12,10 @@ pytestmark = pytest.mark.torch
 def test_what_the_owner_sets_its_readers_see() -> None:
     words = SharedWords(3)
     mine = map_words(words.export())
-    assert list(mine) == [0, 0, 0]
+    assert list(mine) == [0, 0, 0, 0]
     words.tensor[1] = 2**40 + 7
-    assert list(mine) == [0, 2**40 + 7, 0]
+    words.done[0] = 9
+    assert list(mine) == [0, 2**40 + 7, 0, 9]
 
 
 def test_a_reader_cannot_write_and_outlives_the_owner() -> None:

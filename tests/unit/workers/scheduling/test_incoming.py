@@ -57,6 +57,26 @@ def test_chunks_are_announced_as_they_become_final_and_the_partial_block_with_th
     assert prefill.scheduler.counts() == BlockCounts(free=59, pinned=5)
 
 
+def test_a_ticket_that_is_announced_ahead_names_its_blocks_with_each_plan_and_its_tokens_at_the_end() -> None:
+    prefill = CheckedWorker(NO_EOS, max_step_tokens=6)
+    prefill.scheduler.ticket(request("a", 18), 0, 0.0, ahead=True)
+    plan = prefill.launch()
+    assert plan is not None
+    assert [(chunk.after_step, chunk.first_block, len(chunk.blocks)) for chunk in prefill.ahead] == [
+        (plan.number, 0, 1)
+    ]
+    done = [chunk for events in prefill.run() for chunk in events.chunks]
+    assert [(c.first_block, len(c.blocks), c.last) for c in prefill.ahead] == [
+        (0, 1, False),
+        (1, 2, False),
+        (3, 2, False),
+    ]
+    assert [(chunk.first_block, chunk.blocks, chunk.last, chunk.after_step) for chunk in done] == [(5, (), True, 0)]
+    assert [first.index for first in done[0].first_tokens] == [0]
+    assert all(prefill.checker.epochs[block] == epoch for chunk in prefill.ahead for block, epoch in chunk.blocks)
+    assert prefill.scheduler.counts() == BlockCounts(free=59, pinned=5)
+
+
 def test_what_the_puller_holds_is_not_announced_and_what_is_cached_comes_with_the_first_chunk() -> None:
     prefill = CheckedWorker(NO_EOS, max_step_tokens=8)
     prefilled(prefill, request("a", 18))

@@ -27,6 +27,9 @@ class Recorded:
         self.calls.append("form")
         self._forming()
 
+    def await_step(self, step: int) -> None:
+        self.calls.append(f"await {step}")
+
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         self.calls.append("transfer")
         self._moving()
@@ -53,6 +56,12 @@ def test_it_is_formed_by_the_first_pull_and_let_go_once() -> None:
     assert transport.calls == ["form", "transfer", "transfer", "release"]
     with pytest.raises(LinkClosed, match="closed from this side"):
         link.pull(BLOCKS, PIECE)
+
+
+def test_it_waits_for_a_step_of_the_source_before_it_reads() -> None:
+    transport = Recorded()
+    Link(transport).pull(BLOCKS, PIECE, after_step=7)
+    assert transport.calls == ["form", "await 7", "transfer"]
 
 
 def test_one_that_was_never_formed_has_nothing_to_let_go() -> None:
