@@ -102,7 +102,7 @@ class DeviceWord:
 
     def write(self, value: int, stream: int) -> None:
         """Once the stream has done what it was given: its writes are visible before the word is."""
-        checked(driver.cuStreamWriteValue64(stream, self._there, value, 0))
+        checked(driver.cuStreamWriteValue64(stream, self._there, value % 2**64, 0))  # negative: of a warm-up
 
 
 def _unregister(owner: object, address: int, device_index: int) -> None:
