@@ -9,8 +9,8 @@ means a worker of the two that computes and answers, in the same process and the
 answers_equal_fraction      of prompts whose tokens are those of the decode worker alone, up to a margin below MARGIN
 handover_runnable_ms_*      prefill's last kernel done (by the device's clock) → runnable in decode's scheduler, a decode
                             batch of 128 at 1k of context running
-handover_*_ms               its parts, p50: until the step's result is on the host and announced; until decode hears;
-                            until its pull begins; the pull; until it is runnable
+handover_*_ms               its parts, p50: the tokens' way, to the step's result on the host, announced, heard by decode;
+                            beside it the blocks', until they are pulled; from the later of both until it is runnable
 handover_steps_p99          … → the device begins the first step with it, less a fixed 3 ms, in mean steps
 ttft_added_*_ms             median TTFT of a lone prompt handed over − the same alone on the prefill worker, whose card is
                             the one that computes it either way; taken in turn. The note has the decode worker alone too

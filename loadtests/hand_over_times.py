@@ -10,47 +10,44 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Seconds. The parts follow each other and sum up to `runnable`: from the end of prefill's last kernel until decode's
-    scheduler can run the sequence. `begun`: from there to the device's start of the first step that holds it."""
+    """Seconds. From the end of prefill's last kernel two things are on their way: its tokens (`landed`, `announced`,
+    `heard` follow each other) and the last blocks (`pulled`, which may come before the kernel that draws has ended).
+    `told`: from the later of the two until decode's scheduler can run the sequence, which is `runnable`. `begun`: to the
+    device's start of the first step that holds it."""
 
     landed: float
     announced: float
     heard: float
-    asked: float
-    begins: float
     pulled: float
     told: float
     runnable: float
     begun: float
 
-    PARTS: ClassVar[tuple[str, ...]] = ("landed", "announced", "heard", "asked", "begins", "pulled", "told")
+    PARTS: ClassVar[tuple[str, ...]] = ("landed", "announced", "heard", "pulled", "told")
 
 
 def hand_overs(prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, HandOver]:
     """By request id. Hand-offs must have followed each other."""
     sent, got = _by_what(prefill), _by_what(decode)
     ends = sorted(end for _, end, *_ in prefill["steps"])
-    landed = _times(sent["step landed"])
-    asked, begins, pulled = (_times(got[what]) for what in ("pull asked", "pull begins", "pull ends"))
+    landings = _times(sent["step landed"])
+    pulls = _times(got["pull ends"])
     first_steps = sorted(begin for begin, *_, arrives in decode["steps"] if arrives)
     announced = dict(sent["announced"])
     heard = dict(got["heard"])
     found = {}
     for key, runnable in got["runnable"]:
         done = _last(ends, announced[key])
-        moments = (
-            done,
-            _last(landed, announced[key]),
-            announced[key],
-            heard[key],
-            _first(asked, heard[key]),
-            _first(begins, heard[key]),
-            _last(pulled, runnable),
-            runnable,
+        pulled, landed = _last(pulls, runnable), _last(landings, announced[key])
+        found[key] = HandOver(
+            landed=landed - done,
+            announced=announced[key] - landed,
+            heard=heard[key] - announced[key],
+            pulled=pulled - done,
+            told=runnable - max(heard[key], pulled),
+            runnable=runnable - done,
+            begun=_first(first_steps, runnable) - done,
         )
-        parts = [after - before for before, after in pairwise(moments)]
-        named = dict(zip(HandOver.PARTS, parts, strict=True))
-        found[key] = HandOver(**named, runnable=runnable - done, begun=_first(first_steps, runnable) - done)
     return found
 
 

@@ -34,7 +34,6 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.weights import LoadProgress, Wanted
 from workers.ranks.answers import Answers
 from workers.ranks.build import build_executor
-from workers.ranks.group import RankExecutor
 from workers.ranks.rank import Launched, RankRunner
 from workers.ranks.runner import make_runner
 from workers.scheduling.incoming import Incoming
@@ -90,8 +89,7 @@ class Notes:
         self.around(Answers, "stepped", lambda *_: "", before="step landed")
         self.around(Source, "chunk", lambda _, chunk: last(chunk), before="announced")
         self.around(Conversation, "put", lambda _, item: last(item), before="heard")
-        self.around(RankExecutor, "pull", lambda *_: "", before="pull asked")
-        self.around(Link, "pull", lambda *_: "", before="pull begins", after="pull ends")
+        self.around(Link, "pull", lambda *_: "", after="pull ends")
         self.around(Incoming, "arrive", lambda _, key, *__: key.request_id, after="runnable")
 
     def write(self, path: pathlib.Path, clock: "DeviceClock") -> None:

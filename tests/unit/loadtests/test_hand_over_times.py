@@ -11,25 +11,19 @@ PREFILL = {
 DECODE = {
     "steps": [[2.0, 3.9, 4, 4, False], [4.0, 4.9, 4, 4, False], [5.0, 5.9, 5, 5, True], [6.0, 7.0, 5, 69, False]],
     "notes": [
-        ["pull asked", "", 1.2],  # of the chunk before
-        ["pull begins", "", 1.3],
-        ["pull ends", "", 1.9],
+        ["pull ends", "", 1.9],  # of the chunk before
         ["heard", "a", 2.6],
-        ["pull asked", "", 2.7],
-        ["pull begins", "", 2.9],
         ["pull ends", "", 3.4],
         ["runnable", "a", 3.5],
     ],
 }
 
 
-def test_the_parts_follow_each_other_from_the_last_kernels_end_until_it_can_run() -> None:
+def test_tokens_and_blocks_come_side_by_side_from_the_last_kernels_end_until_it_can_run() -> None:
     found = hand_overs(PREFILL, DECODE)["a"]
     parts = {name: getattr(found, name) for name in HandOver.PARTS}
-    assert parts == pytest.approx(
-        {"landed": 0.1, "announced": 0.2, "heard": 0.3, "asked": 0.1, "begins": 0.2, "pulled": 0.5, "told": 0.1}
-    )
-    assert found.runnable == pytest.approx(sum(parts.values()))
+    assert parts == pytest.approx({"landed": 0.1, "announced": 0.2, "heard": 0.3, "pulled": 1.4, "told": 0.1})
+    assert found.runnable == pytest.approx(found.pulled + found.told)
     assert found.begun == pytest.approx(3.0)  # the step that begins at 5.0
 
 
