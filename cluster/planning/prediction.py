@@ -22,6 +22,7 @@ MESSAGE_SECONDS = 5e-4  # from process to process
 HAND_OVER_MESSAGES = 4  # submit, ticket, announcement, token
 ALONE_MESSAGES = 2
 JOIN_STEPS = 1.5  # a sequence joins the step after the one that is planned already, half a step into the running one
+APART = 0.15
 FULL = 1 - 1e-9
 PERCENTILES = (50, 90, 99)
 
@@ -183,11 +184,12 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
     if pools.unified:
         return _predict_unified(pools.unified, decode, load, target)
     services = [prefill.cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
+    rate, base = load.requests_per_second, prefill.cost.prefill_base_seconds
     moments = Moments.of(services)
-    rate = load.requests_per_second
-    queue = wait(pools.prefill, rate, moments.mean, moments.scv, load.gap_scv)
+    mean = _shared_service(moments.mean, base, rate / max(pools.prefill, 1))
+    queue = _queue(pools.prefill, load, mean, moments.scv)
     if queue is None:
-        return _short_of("prefill", pools.prefill, rate * moments.mean)
+        return _short_of("prefill", pools.prefill, rate * mean)
     decoded = _decode(pools.decode, decode, load, stalled=0.0)
     if isinstance(decoded, Overload):
         return decoded
@@ -200,11 +202,32 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
         service=services,
         fixed_seconds=hand_overs,
         tpots=_tpots(load, decoded, pools.decode, decode, stall=0.0, stall_square=0.0),
-        prefill_busy=rate * moments.mean / pools.prefill,
+        prefill_busy=rate * mean / pools.prefill,
         sequences=decoded.sequences,
         slots=decoded.slots,
         step_seconds=decoded.step_seconds,
     )
+
+
+def _shared_service(mean: float, base: float, per_second: float) -> float:
+    """What a prompt costs where several share a step, and its base: as many as come while one computes."""
+    beside = per_second * (mean - base)
+    if beside >= FULL:
+        return mean - base
+    together = max(per_second * base / (1 - beside), 1.0)
+    return mean - base + base / together
+
+
+def _queue(num_workers: int, load: Load, mean: float, scv: float) -> Wait | None:
+    """Placement comes close to one queue for all, but it decides when a prompt comes, on reports that are a little old:
+    APART of the way to a queue for each worker alone. Prompts that share a step all end with it."""
+    together = wait(num_workers, load.requests_per_second, mean, scv, load.gap_scv)
+    apart = wait(1, load.requests_per_second / max(num_workers, 1), mean, scv, load.gap_scv)
+    if together is None or apart is None:
+        return None
+    chance = together.chance + APART * (apart.chance - together.chance)
+    length = together.mean_if_any + APART * (apart.mean_if_any - together.mean_if_any)
+    return Wait(chance, length)
 
 
 def _short_of(pool: str, num_workers: int, offered: float) -> Overload:
@@ -246,8 +269,8 @@ def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> 
     sequences = tokens_per_second * base / (1 - busy)
     full_step = base + slope * slots
     stay = given.tokens * full_step / max(1 - stalled, 1e-9)
-    slot_wait = wait(max(int(num_workers * slots), 1), load.requests_per_second, stay, 1.0, load.gap_scv)
-    if slot_wait is None or slots < 1:
+    room = num_workers * slots
+    if slots < 1 or load.requests_per_second * stay >= room:
         return Overload(
             "decode",
             sequences / max(slots, 1e-9),
@@ -258,6 +281,9 @@ def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> 
     step = base + slope * sequences
     # Sequences that come and go: Poisson, spread by bursts, by unequal contexts, and by steps that grow with them.
     spread = (1 + load.gap_scv) / 2 * (1 + given.sequence_scv) * step / base
+    # Rows run out when so many more than the mean are there at once.
+    over = normal_cdf((sequences * num_workers - room) / math.sqrt(max(sequences * num_workers * step / base, 1e-9)))
+    slot_wait = Wait(over, stay / (room - load.requests_per_second * stay))
     return _Decoded(
         sequences=sequences,
         slots=slots,
@@ -274,7 +300,7 @@ def _tpots(
 ) -> list[tuple[float, float]]:
     """(mean, deviation) of TPOT for each length. `stall` seconds of prefill a second on a worker, and its second moment."""
     tau = decoded.step_seconds
-    joins = 1 - math.exp(-decoded.sequences)
+    joins = 0.0 if stall else 1 - math.exp(-decoded.sequences)  # who prefilled here is in the next step
     found: list[tuple[float, float]] = []
     for length in load.lengths:
         steps = length.output_tokens - 1
@@ -309,7 +335,7 @@ def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Targe
     joins = 1 - math.exp(-decoded.sequences)
     fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
     moments = Moments.of(services)
-    queue = wait(num_workers, rate, moments.mean, moments.scv, load.gap_scv)
+    queue = _queue(num_workers, load, moments.mean, moments.scv)
     if queue is None:
         return _short_of("unified", num_workers, rate * moments.mean)
     stall_square = per_worker * stalls.mean**2 * (1 + stalls.scv)

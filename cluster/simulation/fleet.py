@@ -26,8 +26,9 @@ EVENT_SECONDS = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many workers of which role, each on one card. Limits as in headrace.config; `message_seconds` from process to
-    process, `event_seconds` from a worker through Redis to the router's index."""
+    """How many workers of which role, each on one card; those that prefill on `prefill_card`, where it is another. Limits
+    as in headrace.config; `message_seconds` from process to process, `event_seconds` from a worker through Redis to the
+    router's index."""
 
     card: Card
     prefill: int = 0
@@ -42,6 +43,7 @@ class Fleet:
     max_pinned_fraction: float = 0.5
     router: RouterLimits = field(default_factory=lambda: RouterLimits(message_seconds=MESSAGE_SECONDS))
     event_seconds: float = EVENT_SECONDS
+    prefill_card: Card | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "unified"):
@@ -61,8 +63,11 @@ class Fleet:
     def num_workers(self) -> int:
         return self.prefill + self.decode + self.unified
 
-    @property
-    def machine(self) -> Machine:
+    def card_of(self, role: Role) -> Card:
+        return self.prefill_card or self.card if role is Role.PREFILL else self.card
+
+    def machine(self, role: Role) -> Machine:
+        card = self.card_of(role)
         limits = SchedulerLimits(
             self.max_num_seqs,
             self.max_step_tokens,
@@ -73,13 +78,14 @@ class Fleet:
             max_peer_pinned_fraction=self.max_pinned_fraction,
             claim_fraction=self.claim_fraction,
         )
-        return Machine(limits, self.card.num_blocks, self.block_size, self.card.block_bytes, self.card.cost)
+        return Machine(limits, card.num_blocks, self.block_size, card.block_bytes, card.cost)
 
     def info(self, worker_id: str, role: Role) -> WorkerInfo:
         """As a worker introduces itself: what its steps cost it has yet to learn."""
+        card = self.card_of(role)
         capacity = Capacity(
-            self.card.num_blocks,
-            self.card.block_bytes,
+            card.num_blocks,
+            card.block_bytes,
             self.max_num_seqs,
             self.max_context_tokens,
             self.max_step_tokens,
@@ -119,12 +125,12 @@ class Simulation:
             seed=seed,
             keep_why=keep_why,
         )
-        machine = fleet.machine
+        machines = {role: fleet.machine(role) for role in Role}
         for worker_id, role in fleet.roles:
             self.workers[worker_id] = VirtualWorker(
                 self.time,
                 fleet.info(worker_id, role),
-                machine,
+                machines[role],
                 hasher,
                 self.workers,
                 self.router,

@@ -20,8 +20,8 @@ from cluster.planning.sizing import (
 )
 from cluster.simulation import cards, compare
 from cluster.simulation.fleet import Fleet
-from cluster.simulation.results import Slo
 from headrace.costmodel import CostModel
+from headrace.goodput import Slo
 from headrace.traces import TraceRow
 
 COST = CostModel(

@@ -1,0 +1,87 @@
+"""What a plan stands on, what it does not know, and what in it deserves doubt: said beside its figures."""
+
+from cluster.planning.asked import PlanAsked
+from cluster.planning.options import HOURS_PER_MONTH, Option
+from cluster.planning.prediction import Prediction
+from cluster.planning.settle import Settled
+from cluster.planning.shapes import SERVED, ModelSpec
+from cluster.planning.traffic import Traffic
+
+DOUBT = 0.15  # between predicted and simulated, from which on it is said
+
+
+def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Traffic) -> list[str]:
+    gpu = option.gpu
+    found = [
+        f"{model.name}: shape from {model.source}; {model.num_params / 1e9:.2f} B parameters, {model.attention}",
+        *(f"{gpu.name}, {name}: {figure.origin}, {figure.source}" for name, figure in gpu.figures().items()),
+        f"times of other shapes than Llama-3.1-8B in bfloat16, with which {gpu.name} was measured, follow from bytes and "
+        "operations (roofline scaling)"
+        if gpu.is_measured
+        else f"{gpu.name}: data sheet × what measured cards reach of theirs",
+        *traffic.assumptions,
+        f"sized for {asked.headroom.traffic:g} × the peak, no pool busier than 90 %, and "
+        f"{asked.headroom.spare_workers} spare worker(s) a pool, whose loss it stands",
+        f"a request keeps the SLO if TTFT ≤ {asked.slo.ttft_seconds:g} s and TPOT ≤ {asked.slo.tpot_seconds:g} s; failed "
+        "ones do not",
+        f"a GPU-hour costs what was given ({gpu.price_per_hour:g}), {HOURS_PER_MONTH:g} hours a month",
+    ]
+    if max(option.prefill_budget.layout.tp, option.decode_budget.layout.tp) > 1:
+        found.append(
+            "tp: a sum of 8 µs twice a layer, and its rows over the link; one rank of two was measured, two GPUs were not "
+            "(docs/benchmarks/parallel-half-h200.json)"
+        )
+    return found
+
+
+def unknowns(asked: PlanAsked, option: Option) -> list[str]:
+    found = [
+        "hand-overs between hosts: the link is that within a host; a slower network adds to TTFT by bytes over bandwidth",
+        "retries of clients, cancelled requests, and tenants' quotas",
+        "correlated failures: a host that takes several workers with it",
+        "how long a new worker takes to start, and whether GPUs are to be had",
+        "speculation, adapters and structured output, which change what a step costs",
+        "power, storage, network, staff: the price of a GPU-hour is all that is counted",
+    ]
+    if option.kind == "disaggregated":
+        found.append(
+            "sequences whose whole context decode already holds are computed there: with multi-turn traffic decode "
+            "is a little busier, and prefill less, than predicted; the simulation shows it"
+        )
+    if not asked.simulate.requests:
+        found.append("whether it holds: nothing was simulated")
+    return found
+
+
+def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:
+    option, target = chosen.option, asked.slo.target
+    found = list(option.gpu.notes)
+    if not chosen.holds:
+        last = chosen.rounds[-1].simulated
+        found.append(
+            f"the SLO did not hold in simulation after {len(chosen.rounds)} rounds: {last.attainment:.1%}, and "
+            f"{target.attainment:.1%} are asked for"
+        )
+    if not asked.held.is_served:
+        found.append(
+            f"weights in {asked.held.weights} with KV in {asked.held.kv} are arithmetic alone: the engine "
+            f"serves {', '.join(SERVED)}"
+        )
+    if traffic.num_too_long:
+        found.append(
+            f"{traffic.num_too_long} requests are longer than the context and would be refused: not planned for"
+        )
+    if chosen.full is not None:
+        for name, ours, theirs in (
+            ("TTFT p50", prediction.ttft_seconds["p50"], chosen.full.ttft_seconds.get("p50", 0.0)),
+            ("TPOT p50", prediction.tpot_seconds["p50"], chosen.full.tpot_seconds.get("p50", 0.0)),
+        ):
+            if theirs and abs(ours / theirs - 1) > DOUBT:
+                found.append(
+                    f"{name}: predicted {ours * 1e3:.1f} ms, simulated {theirs * 1e3:.1f} ms: believe the simulation"
+                )
+        if chosen.full.scale < 1:
+            found.append(f"simulated on {chosen.full.scale:.0%} of the pools with as much of the traffic")
+    if traffic.peak.gap_scv == 1.0 and asked.traffic.burstiness is None and asked.traffic.trace is None:
+        found.append("arrivals were taken to be Poisson; real ones come in bursts (see the row of it under what if)")
+    return found

@@ -1,0 +1,214 @@
+"""What a GPU does, as rates: measured on one, or guessed from its data sheet. Every figure carries which.
+
+Measured cards are those of cluster.simulation.cards, taken apart by the shape they were measured with (Llama-3.1-8B in
+bfloat16), so that another model's times follow from its own bytes and operations:
+
+    read_bytes_per_second   0.97 of the card's copy rate: with it, weights ÷ rate + 31 µs a layer gives the decode steps of
+                            the 8B shape (4.62 ms), of 20 layers of the 70B shape (9.38 ms) and of half of those (5.33 ms)
+    layer_seconds           what is left of a decode step: launches, norms, latency; by layer, whatever its width
+    attention_flops         the paged attention kernel's at 8,192 tokens
+    matrix_flops            a prompt's linear layers ÷ the seconds a token that, beside attention and a base a step, fit the
+                            engine's prefill of 1,024 and 4,096 tokens and its TTFT best; norms and the rest are in it
+    attention_bytes_per_second  the decode attention kernel's
+
+Data sheets: peak × the lower of what the two measured cards reach of theirs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cluster.planning.shapes import KNOWN, Precision
+from cluster.simulation import cards
+from headrace.errors import ConfigError
+
+BASIS = KNOWN["meta-llama/Llama-3.1-8B"]
+BASIS_PRECISION = Precision()
+READ_OF_COPY = 0.972
+MEASURED_COPY = {"h100": 3020.5409e9, "h200": 4268.6722e9}  # docs/benchmarks/kernels-*.json: copy_gbps
+PAGED_FLOPS = {"h100": 390.2143e12, "h200": 346.0914e12}  # the same: prefill_8k_paged_tflops
+FULL_STEP_TOKENS = 8192
+# Half of the 70B shape's 20 layers, 41 sums: 5.33 ms − weights ÷ rate − layers (docs/benchmarks/parallel-half-h200.json).
+SUM_SECONDS = 8e-6
+
+Origin = Literal["measured", "scaled", "data sheet", "given"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A rate, where it is from, and how far off it may be (a fraction)."""
+
+    value: float
+    origin: Origin
+    source: str
+    uncertainty: float
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "value": self.value,
+            "origin": self.origin,
+            "source": self.source,
+            "uncertainty": self.uncertainty,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A data sheet: bytes of memory, dense bfloat16 operations, bytes of memory and of the link (one way) a second."""
+
+    memory_bytes: float
+    flops: float
+    bytes_per_second: float
+    link_bytes_per_second: float
+    per_host: int = 8
+    link: str = "NVLink"
+
+
+SHEETS: dict[str, Sheet] = {
+    "h100": Sheet(79 * 2**30, 989e12, 3.35e12, 450e9),
+    "h200": Sheet(140 * 2**30, 989e12, 4.8e12, 450e9),
+    "a100": Sheet(80e9, 312e12, 2.039e12, 300e9),
+    "l40s": Sheet(48e9, 362e12, 0.864e12, 32e9, link="PCIe 4"),
+    "l4": Sheet(24e9, 121e12, 0.3e12, 32e9, link="PCIe 4"),
+    "b200": Sheet(180e9, 2250e12, 8.0e12, 900e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One kind of GPU, priced an hour. `prefill_base_seconds` is of the basis shape, and grows with the weights."""
+
+    name: str
+    price_per_hour: float
+    sheet: Sheet
+    matrix_flops: Figure
+    attention_flops: Figure
+    read_bytes_per_second: Figure
+    attention_bytes_per_second: Figure
+    link_bytes_per_second: Figure
+    layer_seconds: Figure
+    sequence_seconds: Figure
+    prefill_base_seconds: Figure
+    transfer_base_seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def is_measured(self) -> bool:
+        return self.matrix_flops.origin == "measured"
+
+    @property
+    def uncertainty(self) -> float:
+        """Of times on this GPU, as a fraction: the largest of its figures'."""
+        return max(self.matrix_flops.uncertainty, self.read_bytes_per_second.uncertainty)
+
+    def figures(self) -> dict[str, Figure]:
+        names = (
+            "matrix_flops",
+            "attention_flops",
+            "read_bytes_per_second",
+            "attention_bytes_per_second",
+            "link_bytes_per_second",
+            "layer_seconds",
+            "sequence_seconds",
+            "prefill_base_seconds",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def measured(name: str, price_per_hour: float = 0.0) -> GpuType:
+    """A card with measurements, taken apart."""
+    card, sheet = cards.load(name), SHEETS[name]
+    cost, source = card.cost, f"docs/benchmarks/engine-{name}.json"
+
+    def figure(value: float, source: str = source, uncertainty: float = 0.1) -> Figure:
+        return Figure(value, "measured", source, uncertainty)
+
+    read = READ_OF_COPY * MEASURED_COPY[name]
+    base, token = _prefill_line(card.figures, PAGED_FLOPS[name])
+    left = cost.decode_base_seconds - BASIS.read_bytes(BASIS_PRECISION) / read
+    return GpuType(
+        name=name,
+        price_per_hour=price_per_hour,
+        sheet=sheet,
+        matrix_flops=figure(BASIS.linear_flops_per_token / token),
+        attention_flops=figure(PAGED_FLOPS[name], f"docs/benchmarks/kernels-{name}.json"),
+        read_bytes_per_second=figure(read, f"docs/benchmarks/kernels-{name}.json (copy), parallel-half-h200.json"),
+        attention_bytes_per_second=figure(
+            BASIS.kv_bytes_per_token(BASIS_PRECISION) / cost.decode_context_token_seconds,
+            f"docs/benchmarks/kernels-{name}.json",
+        ),
+        link_bytes_per_second=figure(cost.transfer_bytes_per_second, "docs/benchmarks/kernels-h200-pull.json"),
+        layer_seconds=figure(left / BASIS.num_layers),
+        sequence_seconds=figure(cost.decode_sequence_seconds),
+        prefill_base_seconds=figure(base),
+        transfer_base_seconds=cost.transfer_base_seconds,
+    )
+
+
+def _prefill_line(figures: Mapping[str, float], attention_flops: float) -> tuple[float, float]:
+    """(seconds a step, seconds a token) beside attention: by least squares of relative errors."""
+    context = BASIS.attention_flops_per_token_context / attention_flops
+    points = [
+        (FULL_STEP_TOKENS, length / 2, FULL_STEP_TOKENS / figures[f"prefill_{length}"]) for length in (1024, 4096)
+    ] + [(1024, 512.0, figures["ttft_1024"] / 1e3)]
+    rows = [(1 / seconds, tokens / seconds, 1 - context * tokens * mean / seconds) for tokens, mean, seconds in points]
+    aa, ab, bb = (sum(x * y for x, y in ((r[i], r[j]) for r in rows)) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    return max((ay * bb - by * ab) / determinant, 0.0), (by * aa - ay * ab) / determinant
+
+
+def from_sheet(name: str, sheet: Sheet, price_per_hour: float = 0.0, origin: Origin = "data sheet") -> GpuType:
+    """Peaks, times what measured cards reach of theirs at least."""
+    known = [measured(other) for other in MEASURED_COPY]
+
+    def share(of_measured: str, of_sheet: str) -> float:
+        return min(float(getattr(gpu, of_measured).value / getattr(gpu.sheet, of_sheet)) for gpu in known)
+
+    where = "its data sheet" if origin == "data sheet" else "the plan's file"
+
+    def figure(of_measured: str, of_sheet: str, uncertainty: float = 0.3) -> Figure:
+        reached = share(of_measured, of_sheet)
+        source = f"{where} × {reached:.2f}, the least that a measured card reaches"
+        return Figure(getattr(sheet, of_sheet) * reached, origin, source, uncertainty)
+
+    def copied(name: str) -> Figure:
+        figures: list[Figure] = [gpu.figures()[name] for gpu in known]
+        worst = max(figures, key=lambda figure: figure.value)
+        return replace(worst, origin=origin, source=f"the slower measured card's: {worst.source}", uncertainty=0.5)
+
+    slower = figure("matrix_flops", "flops")
+    basis_sequence = max(gpu.sequence_seconds.value * gpu.matrix_flops.value for gpu in known)
+    return GpuType(
+        name=name,
+        price_per_hour=price_per_hour,
+        sheet=sheet,
+        matrix_flops=slower,
+        attention_flops=figure("attention_flops", "flops"),
+        read_bytes_per_second=figure("read_bytes_per_second", "bytes_per_second"),
+        attention_bytes_per_second=figure("attention_bytes_per_second", "bytes_per_second"),
+        link_bytes_per_second=figure("link_bytes_per_second", "link_bytes_per_second", 0.4),
+        layer_seconds=copied("layer_seconds"),
+        sequence_seconds=replace(
+            slower, value=basis_sequence / slower.value, source="as matrix_flops", uncertainty=0.5
+        ),
+        prefill_base_seconds=copied("prefill_base_seconds"),
+        transfer_base_seconds=known[0].transfer_base_seconds,
+        notes=(f"{name} was never measured with this engine: its figures are from {where}, and times may be 30 % off",),
+    )
+
+
+def find(name: str, price_per_hour: float, given: Sheet | None = None) -> GpuType:
+    """A GPU by its name, or by figures given for it. ConfigError says which are known and what to give of others."""
+    if given is not None:
+        return from_sheet(name, given, price_per_hour, "given")
+    if name in MEASURED_COPY:
+        return measured(name, price_per_hour)
+    if name in SHEETS:
+        return from_sheet(name, SHEETS[name], price_per_hour)
+    raise ConfigError(
+        f"no figures for GPU {name!r}: measured are {', '.join(MEASURED_COPY)}; from data sheets "
+        f"{', '.join(other for other in SHEETS if other not in MEASURED_COPY)}; of any other give memory_gb, tflops "
+        "(dense bfloat16), memory_tb_per_second and link_gb_per_second (one way)",
+        gpu=name,
+    )
