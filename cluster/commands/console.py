@@ -9,8 +9,8 @@ import click
 
 from cluster.commands.status import described, read
 from cluster.commands.up import load
-from cluster.console.start import served
-from headrace.config import ClusterConfig
+from cluster.console.recording import read_recording
+from cluster.console.start import replayed, served
 from router.keyring import read_keys
 
 
@@ -21,6 +21,7 @@ from router.keyring import read_keys
     type=click.Path(path_type=pathlib.Path),
     help="Instead: serve it for a cluster that others run, by its headrace.yaml; Redis also by $HEADRACE_REDIS_URL.",
 )
+@click.option("--recorded", type=click.Path(path_type=pathlib.Path), help="Instead: show again what a console saved.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where it is served, with --config.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --config; any free one unless given.")
 @click.option(
@@ -32,6 +33,7 @@ from router.keyring import read_keys
 def command(
     cluster: str | None,
     config: pathlib.Path | None,
+    recorded: pathlib.Path | None,
     host: str,
     port: int,
     api_keys_file: pathlib.Path | None,
@@ -39,9 +41,12 @@ def command(
 ) -> None:
     """Say where the console is: pools, load, hand-offs, requests and decisions, live in a browser.
 
-    `headrace up` and `headrace controller` serve it. With --config it is served from here, until Ctrl-C; without API keys
-    it answers to this machine alone.
+    `headrace up` and `headrace controller` serve it. With --config or --recorded it is served from here, until Ctrl-C;
+    without API keys it answers to this machine alone.
     """
+    if recorded is not None:
+        _until_interrupted(replayed(read_recording(recorded), host, port), in_browser)
+        return
     if config is None:
         session = read(cluster)
         if session.console_url:
@@ -53,16 +58,17 @@ def command(
         settings = load(config)
         redis_url = described(settings, config).redis_url
     keys = read_keys(api_keys_file, "--api-keys-file") if api_keys_file is not None else ()
+    _until_interrupted(served(settings, redis_url, host, port, keys), in_browser)
+
+
+def _until_interrupted(page: contextlib.AbstractAsyncContextManager[str], in_browser: bool) -> None:
+    async def serve() -> None:
+        async with page as url:
+            _say(url, in_browser)
+            await asyncio.Event().wait()
+
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(settings, redis_url, host, port, keys, in_browser))
-
-
-async def _serve(
-    config: ClusterConfig, redis_url: str, host: str, port: int, keys: tuple[str, ...], in_browser: bool
-) -> None:
-    async with served(config, redis_url, host, port, keys) as url:
-        _say(url, in_browser)
-        await asyncio.Event().wait()
+        asyncio.run(serve())
 
 
 def _say(url: str, in_browser: bool) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import json
 import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from hashlib import blake2b
+from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,7 +14,6 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from cluster.console.guard import HEADERS, Admitted, Guard
-from cluster.console.watcher import Watcher
 from headrace.errors import Unavailable
 
 PATH = "/console/"
@@ -22,10 +23,23 @@ MAX_WHYS = 4  # asked of routers at once
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Watched(Protocol):
+    """What a console shows: cluster.console.watcher.Watcher, or a recording."""
+
+    @property
+    def scene(self) -> bytes: ...
+    @property
+    def is_full(self) -> bool: ...
+    def watching(self) -> AbstractContextManager[None]: ...
+    def history(self) -> dict[str, Any]: ...
+    def scenes(self) -> AsyncIterator[bytes]: ...
+    async def why(self, router_id: str, request_id: str, /) -> tuple[int, bytes]: ...
+
+
 class Console:
     """Owns nothing but the files of the page, read once."""
 
-    def __init__(self, watcher: Watcher, guard: Guard) -> None:
+    def __init__(self, watcher: Watched, guard: Guard) -> None:
         self._watcher = watcher
         self._guard = guard
         self._files = {file.name: file.read_bytes() for file in PAGE.iterdir() if file.suffix in KINDS}
@@ -72,13 +86,10 @@ class Console:
                 yield _event("scene", scene)
 
     async def _why(self, request: Request) -> Response:
-        """What that router says; asked only where it is one that reports."""
-        address = self._watcher.address_of(request.path_params["router"])
-        if address is None:
-            return JSONResponse({"error": "no such router reports any more"}, 404, _FRESH)
+        """What that router says."""
         async with self._whys:
             try:
-                status, body = await self._watcher.routers.why(address, request.path_params["request_id"])
+                status, body = await self._watcher.why(request.path_params["router"], request.path_params["request_id"])
             except Unavailable as error:
                 return JSONResponse({"error": f"the router: {error.message}"}, 502, _FRESH)
         if status != 200:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.console.guard import Guard
+from cluster.console.recording import Recording
 from cluster.console.serve import PATH, Console
 from cluster.console.verdict import Rules
 from cluster.console.watcher import Watcher
@@ -51,10 +52,20 @@ async def served(
     config: ClusterConfig, redis_url: str, host: str, port: int, api_keys: Sequence[str] = ()
 ) -> AsyncIterator[str]:
     """Where the page is, while the block lasts. ConfigError when the port is taken."""
-    async with (
-        watching(config, redis_url, api_keys) as console,
-        serving(console.routes(), host, port, "console.port") as taken,
-    ):
+    async with watching(config, redis_url, api_keys) as console, at(console, host, port) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def replayed(recording: Recording, host: str, port: int) -> AsyncIterator[str]:
+    """As served, but what was recorded. To this machine alone."""
+    async with at(Console(recording, Guard(Keyring({}))), host, port) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def at(console: Console, host: str, port: int) -> AsyncIterator[str]:
+    async with serving(console.routes(), host, port, "console.port") as taken:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{taken}{PATH}"

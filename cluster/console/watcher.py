@@ -55,9 +55,9 @@ class Watcher:
         self._wall_seconds = wall_seconds
         self._traffic = Traffic(WINDOW_SECONDS)
         self._rings = {"recent": Ring(IDLE_SECONDS, 180), "day": Ring(300.0, 288)}
-        self.routers = Routers(api_key)
+        self._routers = Routers(api_key)
         self._describes = Asking(describe, clock, MAX_WORKERS_A_LOOK)
-        self._requests = Asking(self.routers.requests, clock, MAX_ROUTERS_A_LOOK)
+        self._requests = Asking(self._routers.requests, clock, MAX_ROUTERS_A_LOOK)
         self._observed, self._controller = ObservedState(""), ""
         self._reports: dict[str, RouterReport] = {}
         self._redis_at: float | None = None
@@ -98,7 +98,7 @@ class Watcher:
         self._tell()
         await self._describes.close()
         await self._requests.close()
-        await self.routers.close()
+        await self._routers.close()
 
     async def look(self) -> None:
         """One look, told to all who watch."""
@@ -120,9 +120,10 @@ class Watcher:
             name: {"step_seconds": ring.step_seconds, "points": list(ring.points)} for name, ring in self._rings.items()
         }
 
-    def address_of(self, router_id: str) -> str | None:
+    async def why(self, router_id: str, request_id: str) -> tuple[int, bytes]:
+        """Status and body of what that router says, where it is one that reports; Unavailable when it does not answer."""
         report = self._reports.get(router_id)
-        return report.http_address if report is not None else None
+        return (404, b"") if report is None else await self._routers.why(report.http_address, request_id)
 
     @property
     def is_full(self) -> bool:

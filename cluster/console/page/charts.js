@@ -65,14 +65,16 @@ export function parts(className = "") {
   return bar;
 }
 
-/** How full something is, with the bar that it must not pass or must reach. */
+/** How full something is, with the bar that it must not pass; `more` is what could be given back. */
 export function meter() {
   const fill = h("span", { class: "fill" });
+  const behind = h("span", { class: "behind" });
   const mark = h("span", { class: "mark-at" });
-  const element = h("div", { class: "meter", role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, fill, mark);
-  element.update = (value, at, level, label) => {
+  const element = h("div", { class: "meter", role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, behind, fill, mark);
+  element.update = (value, at, level, label, more = 0) => {
     const shown = known(value) ? Math.min(Math.max(value, 0), 1) : 0;
     fill.style.width = `${100 * shown}%`;
+    behind.style.width = `${100 * Math.min(shown + more, 1)}%`;
     set(mark, "hidden", at === null);
     if (at !== null) mark.style.left = `${100 * at}%`;
     set(element, "data-level", level);

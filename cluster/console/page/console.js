@@ -76,7 +76,7 @@ function showSources({ sources, routers, failures }) {
     h("p", {}, sources.controller ? `Controller: ${sources.controller}.` : "A controller leads."),
     h("table", {},
       h("caption", {}, "Routers"),
-      h("thead", {}, h("tr", {}, ...["router", "address", "in flight", "queued", "requests so far", ""].map((name) => h("th", {}, name)))),
+      h("thead", {}, h("tr", {}, ...["router", "address", "in flight", "queued", "requests so far", ""].map((name, at) => h("th", { class: at > 1 && at < 5 ? "number" : null }, name)))),
       h("tbody", {}, ...routers.map((router) =>
         h("tr", {}, h("td", {}, router.id), h("td", {}, router.address), h("td", { class: "number" }, count(router.in_flight)),
           h("td", { class: "number" }, count(router.queued)), h("td", { class: "number" }, count(router.arrivals)), h("td", {}, router.silence))))),
@@ -90,11 +90,13 @@ function showSources({ sources, routers, failures }) {
 /** What is old must look old: the age is the page's own clock's. */
 function showFreshness() {
   const silent = (performance.now() - state.heardAt) / 1000;
-  const stale = !state.scene || silent > STALE_SECONDS;
+  const recorded = Boolean(state.scene?.cluster.recorded);
+  const stale = !state.scene || (silent > STALE_SECONDS && !recorded);
   document.body.classList.toggle("stale", stale && Boolean(state.scene));
   const label = byId("freshness");
   set(label, "data-level", stale ? "bad" : state.paused ? "warn" : "ok");
-  if (!state.scene) say(label, state.lost || "connecting");
+  if (recorded) say(label, `as of ${clock(state.scene.at)}`);
+  else if (!state.scene) say(label, state.lost || "connecting");
   else if (stale) say(label, `no news since ${ago(silent)}${state.lost ? `: ${state.lost}` : ""}`);
   else say(label, state.paused ? "paused" : `live · ${clock(state.scene.at)}`);
 }
@@ -132,6 +134,15 @@ function pause() {
   showFreshness();
 }
 
+/** As a file that `headrace console --recorded` shows again. */
+async function save() {
+  const recording = { scene: state.scene, history: state.history };
+  const url = URL.createObjectURL(new Blob([JSON.stringify(recording)], { type: "application/json" }));
+  const link = h("a", { href: url, download: `console-${state.scene.cluster.name}-${Math.round(state.scene.at)}.json` });
+  link.click();
+  URL.revokeObjectURL(url);
+}
+
 function theme(name) {
   if (name) document.documentElement.dataset.theme = name;
 }
@@ -166,6 +177,7 @@ function keyboard(event) {
 async function run() {
   theme(localStorage.getItem("headrace-theme"));
   byId("pause").addEventListener("click", pause);
+  byId("save").addEventListener("click", () => state.scene && save());
   byId("theme").addEventListener("click", otherTheme);
   document.addEventListener("keydown", keyboard);
   switches("range", (name) => (state.range = name));

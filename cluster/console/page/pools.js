@@ -48,7 +48,8 @@ export function showPools(scene, ring) {
       const part = pool.pressures[row.name];
       const scarcest = pool.pressed_by === row.name && part > 0;
       set(row, "data-scarcest", scarcest);
-      row.bar.update(part, 0.9, part >= 0.9 ? "warn" : "ok", pool.words[row.name]);
+      const cached = row.name === "kv" && pool.blocks.total ? pool.blocks.cached / pool.blocks.total : 0;
+      row.bar.update(part, 0.9, part >= 0.9 ? "warn" : "ok", pool.words[row.name], cached);
       say(row.lastChild, row.name === "backlog" ? seconds(pool.backlog_seconds) : percent(part));
       set(row, "title", pool.words[row.name]);
     }

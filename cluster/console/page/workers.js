@@ -12,7 +12,7 @@ const COLUMNS = [
   ["kv", "KV held", "number", (value) => percent(value)],
   ["running", "running", "number", count],
   ["waiting", "waiting", "number", count],
-  ["waiting_tokens", "prompt tokens wait", "number", count],
+  ["waiting_tokens", "tokens wait", "number", count],
   ["handoffs_in", "handed in", "number", count],
   ["handoffs_out", "handed out", "number", count],
   ["age", "heard", "number", (value) => (value === null ? "–" : value < 2 ? "now" : `${seconds(value)} ago`)],

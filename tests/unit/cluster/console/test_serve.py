@@ -1,6 +1,8 @@
 """The page over HTTP: what it sends along, whom it lets in, and what it asks of routers."""
 
+import gzip
 import json
+import pathlib
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,9 +12,11 @@ import httpx
 import pytest
 
 from cluster.console.guard import HEADERS
+from cluster.console.recording import read_recording
 from cluster.console.serve import PAGE, PATH
-from cluster.console.start import served
+from cluster.console.start import replayed, served
 from headrace.config import ClusterConfig, PoolConfig, RouterConfig
+from headrace.errors import ConfigError
 from router.text.vocabulary import Text
 from tests.unit.cluster.console.looks import recent, routed
 from tests.unit.cluster.console.world import HOST, listed, world
@@ -107,3 +111,19 @@ async def test_why_is_asked_of_a_router_that_reports_and_of_nobody_else(redis_ur
         lost = await client.get("why/r1/a%2Fb")
         assert lost.status_code == 502
         assert "does not answer" in lost.json()["error"]
+
+
+async def test_what_was_saved_is_shown_again_and_said_to_be_recorded(tmp_path: pathlib.Path) -> None:
+    saved = {"scene": {"at": 1_700_000_000.0, "cluster": {"name": "c"}}, "history": {"recent": None}}
+    plain, packed, wrong = (tmp_path / name for name in ("a.json", "a.json.gz", "b.json"))
+    plain.write_text(json.dumps(saved), encoding="utf-8")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for file in (plain, packed):
+        async with replayed(read_recording(file), HOST, 0) as url, httpx.AsyncClient(base_url=url) as client:
+            shown = (await client.get("scene")).json()["cluster"]["recorded"]
+            assert shown == "Recorded at 2023-11-14 22:13:20 UTC: nothing here is live."
+            assert (await client.get("why/r/a")).status_code == 404
+    for content in ("", "[]", "{}", '{"scene": {"at": "x", "cluster": {}}}'):
+        wrong.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match="no recording of a console"):
+            read_recording(wrong)

@@ -16,6 +16,7 @@ from cluster.state import WorkerRecord
 from headrace.clock import ManualClock
 from headrace.config import ClusterConfig, PoolConfig, ServiceClassConfig
 from headrace.reports import ClassCounts
+from headrace.store import connect
 from headrace.values import Load
 from router.text.vocabulary import Text
 from tests.unit.cluster.console.looks import recent, routed
@@ -85,21 +86,15 @@ async def test_without_redis_what_was_seen_stays_with_its_age_and_serving_is_sai
         async with there.watched(clock) as watcher:
             await look(watcher)
             clock.advance(30.0)
-            await watcher._store.close()
-            watcher._store = await _away()
+            connected, watcher._store = watcher._store, connect("redis://127.0.0.1:1/0", 0.2)
             scene = await look(watcher)
+            await connected.close()
             assert (scene["sources"]["redis_seconds"], scene["pools"][0]["ready"]) == (30.0, 1)
             assert "Redis did not serve a call" in scene["sources"]["redis_why"]
             assert "Redis does not answer: what stands here is 30 s old. Serving goes on without it" in {
                 line["text"] for line in scene["verdict"]["lines"]
             }
             assert rows(scene)["decode-0"]["age"] == 0.0  # its worker still answers
-
-
-async def _away() -> Any:
-    from headrace.store import connect
-
-    return connect("redis://127.0.0.1:1/0", 0.2)
 
 
 async def test_a_console_that_never_saw_redis_says_that_it_knows_nothing(there: World, clock: ManualClock) -> None:
@@ -129,23 +124,26 @@ async def test_a_worker_that_vanishes_keeps_its_last_figures_with_their_age_unti
 
 
 async def test_a_worker_that_hangs_holds_up_no_look_and_is_not_asked_twice(there: World, clock: ManualClock) -> None:
-    connections = []
+    hung_up = asyncio.Event()
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        await reader.read()
+        while await reader.read(2**16):
+            pass
+        writer.close()
+        await writer.wait_closed()
+        hung_up.set()
 
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, there.watched(clock) as watcher, described(Described("decode-1")) as well:
-        hangs = replace(DECODE, address=f"127.0.0.1:{port}")
-        await there.control([hangs, well], {"decode": 2})
-        for _ in range(2):
-            found = rows(await look(watcher))
-            assert (found["decode-0"]["kv"], found["decode-1"]["kv"]) == (None, 0.3)
-        assert set(watcher._describes._under_way) == {"decode-0"}
-        for writer in connections:
-            writer.close()
+    async with server, described(Described("decode-1")) as well:
+        async with there.watched(clock) as watcher:
+            hangs = replace(DECODE, address=f"127.0.0.1:{port}")
+            await there.control([hangs, well], {"decode": 2})
+            for _ in range(2):
+                found = rows(await look(watcher))
+                assert (found["decode-0"]["kv"], found["decode-1"]["kv"]) == (None, 0.3)
+            assert set(watcher._describes._under_way) == {"decode-0"}
+        await hung_up.wait()
 
 
 def test_of_a_thousand_workers_64_are_asked_in_a_look_those_that_were_asked_longest_ago_first() -> None:
