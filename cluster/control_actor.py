@@ -8,6 +8,7 @@ from functools import partial
 
 import ray
 
+from cluster.autoscaler import Autoscaler
 from cluster.controller import Controller
 from cluster.pools import RayPools
 from cluster.state import ControlState
@@ -54,7 +55,9 @@ class ControlActor:
         store = connect(self._redis_url, BUDGET_SECONDS)
         pools = RayPools(ray.get_runtime_context().namespace, partial(rank_resources, self._config))
         state = ControlState(store, self._config.name)
-        self._controller = Controller(self._config, self._redis_url, self._host, pools, state, SystemClock())
+        clock, scaled = SystemClock(), self._config.autoscaling.mode != "fixed"
+        autoscaler = Autoscaler(self._config, store, clock) if scaled else None
+        self._controller = Controller(self._config, self._redis_url, self._host, pools, state, clock, autoscaler)
         self._loop = asyncio.get_running_loop()
         try:
             await self._controller.run()

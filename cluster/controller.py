@@ -1,6 +1,6 @@
 """The controller: brings the pools that exist towards those that are desired, and says what it sees.
 
-One loop: lead → read desired → reconcile → act → publish; it runs on every change and at least every TICK_SECONDS.
+One loop: lead → read desired → scale → reconcile → act → publish; it runs on every change and at least every TICK_SECONDS.
 Every worker has one task that lives as long as it: start, watch, and the reason of its end. While Redis is away, or
 another controller leads, nothing is started, drained or removed; what serves goes on serving.
 """
@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from cluster.autoscaler import Autoscaler, Seen
 from cluster.pools import WAITING, Addresses, RayPools
 from cluster.reconcile import (
     Action,
@@ -58,7 +59,14 @@ class Controller:
     """Owns the table of workers and the history of their slots."""
 
     def __init__(
-        self, config: ClusterConfig, redis_url: str, host: str, pools: RayPools, state: ControlState, clock: Clock
+        self,
+        config: ClusterConfig,
+        redis_url: str,
+        host: str,
+        pools: RayPools,
+        state: ControlState,
+        clock: Clock,
+        autoscaler: Autoscaler | None = None,
     ) -> None:
         self._config = config
         self._redis_url = redis_url
@@ -66,6 +74,7 @@ class Controller:
         self._pools = pools
         self._state = state
         self._clock = clock
+        self._autoscaler = autoscaler
         self._token = secrets.token_hex(8)
         self._workers: dict[str, _Worker] = {}
         self._history: dict[str, History] = {}
@@ -81,7 +90,7 @@ class Controller:
                 with contextlib.suppress(StoreUnavailable):
                     if await self._state.lead(self._token):
                         await self._adopt(tasks)
-                        self._desired = await self._read_desired()
+                        self._desired = await self._scaled(await self._read_desired())
                         self._act(reconcile(self._desired, self._observed(), self._clock.now()), tasks)
                         await self._publish()
                 await self._wait()
@@ -104,6 +113,12 @@ class Controller:
             desired = replace(desired, trusted=False)
             await self._state.write_desired(desired)
         return desired
+
+    async def _scaled(self, desired: Desired) -> Desired:
+        """As the autoscaler wants it, where there is one."""
+        if self._autoscaler is None:
+            return desired
+        return await self._autoscaler.turn(desired, [Seen(its.seen, its.report) for its in self._workers.values()])
 
     async def _adopt(self, tasks: asyncio.TaskGroup) -> None:
         """Once, on the first lead: workers and generations of an earlier controller are taken over, in the roles that they

@@ -113,9 +113,11 @@ class ControlState:
         await self._store.call(lambda redis: redis.set(self._keys.observed, json.dumps(asdict(observed))))
 
     async def forget(self) -> None:
-        """The cluster is no more: its desired and observed state go. Worker keys end with their leases."""
+        """The cluster is no more: its desired and observed state go. Worker keys end with their leases; what arrived on
+        earlier days, and how it was scaled for, is there for the next one of that name."""
         keys = self._keys
-        await self._store.call(lambda redis: redis.delete(keys.desired, keys.configured, keys.observed, keys.leader))
+        gone = (keys.desired, keys.configured, keys.observed, keys.leader, keys.scaling_now)
+        await self._store.call(lambda redis: redis.delete(*gone))
 
 
 @asynccontextmanager

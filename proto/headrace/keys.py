@@ -74,6 +74,19 @@ class Keys:
     def observed(self) -> str:
         return f"hr:{self.cluster}:observed"
 
+    @property
+    def scaling_now(self) -> str:
+        """These three are the autoscaler's (cluster.scaling_state)."""
+        return f"hr:{self.cluster}:scaling:now"
+
+    @property
+    def scaling_decisions(self) -> str:
+        return f"hr:{self.cluster}:scaling:decisions"
+
+    @property
+    def scaling_arrivals(self) -> str:
+        return f"hr:{self.cluster}:scaling:arrivals"
+
 
 class Digest:
     """Count and XOR of H(id, tier) over a set of (id, tier): equal sets have equal digests, whatever the order.

@@ -1,0 +1,198 @@
+"""The autoscaler at work: a part of the leading controller that looks, decides (`cluster.scaling`), records and writes.
+
+A turn reads what routers and leases say, decides, and writes what is desired together with the record of why; the
+controller's loop does the rest, as for anyone who writes `desired`. While Redis is away nothing is decided.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.leased import Leased, leased_workers
+from cluster.planning.load import Worker
+from cluster.reconcile import Desired, ObservedWorker
+from cluster.router_reports import router_reports
+from cluster.scaling.decide import changes, decide
+from cluster.scaling.forecast import History
+from cluster.scaling.observe import Member, observe
+from cluster.scaling.traffic import Meter
+from cluster.scaling.values import Decision, Inputs, Memory, Recorded, Rules, Size
+from cluster.scaling_state import ScalingState
+from cluster.worker_client import WorkerReport
+from headrace.clock import Clock
+from headrace.config import ClusterConfig
+from headrace.store import Store
+from headrace.values import WorkerInfo
+
+DRY_RUN = "not carried out: autoscaling.mode is dry-run"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker of the controller's table, and what it last said of itself."""
+
+    worker: ObservedWorker
+    report: WorkerReport | None = None
+
+
+class Autoscaler:
+    """Owns the meter, the history of arrivals and what is remembered from turn to turn. Only a controller that leads
+    calls it."""
+
+    def __init__(self, config: ClusterConfig, store: Store, clock: Clock) -> None:
+        self._cluster = config.name
+        self._rules = Rules.of(config)
+        self._interval_seconds = config.autoscaling.interval_seconds
+        self._store = store
+        self._state = ScalingState(store, config.name)
+        self._clock = clock
+        self._due_at = clock.now()
+        self._meter = Meter(self._rules.window_seconds)
+        self._history: History | None = None
+        self._looked_at: float | None = None
+        self._memory = Memory()
+        self._known: dict[str, Worker] = {}
+        self._number = 0
+        self._open: list[Recorded] = []
+        self._said: tuple[object, ...] = ()
+
+    async def turn(self, desired: Desired, seen: Sequence[Seen]) -> Desired:
+        """What is desired from now on; the same where nothing is to change, or it is not time yet. StoreUnavailable
+        when Redis does not answer: then nothing was changed, or all that was decided."""
+        at = self._clock.now()
+        if at < self._due_at:
+            return desired
+        self._due_at = at + self._interval_seconds
+        history = await self._remembered()
+        now = await self._state.time()
+        complete = await self._look(history, now)
+        inputs = await self._inputs(history, desired, seen, now)
+        decision = decide(inputs)
+        carried_out = changes(decision, inputs) and self._rules.mode != "dry-run"
+        records = self._outcomes(inputs, carried_out)
+        turn = Recorded(self._number, inputs, decision)
+        if self._is_news(inputs, decision):
+            self._number += 1
+            turn = replace(turn, number=self._number, outcome=_outcome(self._rules.mode, inputs, decision))
+            records.append(turn)
+        after = _applied(desired, decision) if carried_out else desired
+        arrivals = history.arrivals if complete else None
+        await self._state.commit(turn, records, arrivals, after if carried_out else None)
+        self._memory = decision.memory
+        if turn in records and not turn.outcome:
+            self._open.append(turn)
+        return after
+
+    async def _remembered(self) -> History:
+        """Once: what an earlier controller knew."""
+        if self._history is None:
+            before, arrivals = await self._state.now(), await self._state.arrivals()
+            decisions = await self._state.decisions()
+            self._history = History(arrivals)
+            self._open = [one for one in decisions if not one.outcome]
+            self._number = max((one.number for one in decisions), default=0)
+            if before is not None:
+                self._memory = before.decision.memory
+                self._known = {name: pool.worker for name, pool in before.inputs.pools.items()}
+        return self._history
+
+    async def _look(self, history: History, now: float) -> bool:
+        """Counts what arrived; whether a stretch of the history is complete."""
+        reports = await router_reports(self._store, self._cluster)
+        arrived = self._meter.look(reports, now)
+        seconds = now - self._looked_at if self._looked_at is not None and reports else 0.0
+        self._looked_at = now
+        return history.add(arrived, seconds, now)
+
+    async def _inputs(self, history: History, desired: Desired, seen: Sequence[Seen], now: float) -> Inputs:
+        leases = {leased.info.worker_id: leased for leased in await leased_workers(self._store, self._cluster)}
+        clock = self._clock.now()
+        members = [member(one, leases.get(one.worker.worker_id), clock) for one in seen]
+        pools = observe(self._rules, desired, members, self._known)
+        with_lease = {one.pool for one in members if one.speed is not None}
+        self._known.update({name: pool.worker for name, pool in pools.items() if name in with_lease})
+        traffic = self._meter.traffic(now)
+        forecast = history.forecast(traffic.per_second, self._rules.lead_seconds)
+        return Inputs(now, self._rules, pools, traffic, forecast, self._memory, desired.trusted)
+
+    def _is_news(self, inputs: Inputs, decision: Decision) -> bool:
+        """A change, or another word on why there is none: equal turns are recorded once."""
+        said = (
+            decision.kind,
+            tuple(sorted(decision.pools.items())),
+            tuple(sorted(decision.advised.items())),
+            bool(decision.needs.unreachable),
+            bool(inputs.traffic.routers),
+            len(decision.notes),
+        )
+        news, self._said = said != self._said or (decision.kind != "hold" and self._rules.mode != "dry-run"), said
+        return news
+
+    def _outcomes(self, inputs: Inputs, carried_out: bool) -> list[Recorded]:
+        """The open decisions of which it is known now what came of them."""
+        known: list[Recorded] = []
+        for one in self._open:
+            seconds = inputs.now - one.inputs.now
+            if all(
+                _reached(one.decision.pools.get(name), pool.desired, pool.settled)
+                for name, pool in inputs.pools.items()
+            ):
+                known.append(replace(one, outcome=f"reached after {seconds:.0f} s"))
+            elif carried_out:
+                known.append(replace(one, outcome=f"superseded by {self._number + 1} after {seconds:.0f} s"))
+        self._open = [one for one in self._open if one.number not in {done.number for done in known}]
+        return known
+
+
+def _reached(wanted: Size | None, desired: Size, settled: bool) -> bool:
+    return wanted == desired and settled
+
+
+def _outcome(mode: str, inputs: Inputs, decision: Decision) -> str:
+    """Empty while something is under way."""
+    if not changes(decision, inputs):
+        return "nothing to do"
+    return DRY_RUN if mode == "dry-run" else ""
+
+
+def _applied(desired: Desired, decision: Decision) -> Desired:
+    pools = {
+        name: replace(pool, replicas=decision.pools[name].replicas, lent=decision.pools[name].lent)
+        if name in decision.pools
+        else pool
+        for name, pool in desired.pools.items()
+    }
+    return Desired(pools, desired.trusted)
+
+
+def member(seen: Seen, leased: Leased | None, now: float) -> Member:
+    """A lease of another generation says nothing of this worker."""
+    worker, report = seen.worker, seen.report
+    info = leased.info if leased is not None and leased.info.generation == worker.generation else None
+    counts = report.blocks if report is not None else None
+    return Member(
+        worker.pool,
+        worker.role,
+        worker.phase,
+        now - worker.since,
+        worker.pending,
+        speed(info) if info is not None else None,
+        counts.active + counts.pinned if counts is not None else 0,
+        counts.total if counts is not None else 0,
+        report.load.waiting_prefill_tokens if report is not None else 0,
+    )
+
+
+def speed(info: WorkerInfo) -> Worker:
+    """A worker as planning knows it."""
+    capacity, block_size = info.capacity, info.compatibility.block_size
+    return Worker(
+        info.cost,
+        float(capacity.num_blocks * block_size),
+        capacity.max_num_seqs,
+        capacity.max_step_tokens,
+        capacity.block_bytes / block_size,
+    )
+
+
+def sizes(pools: Mapping[str, Size]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in pools.items())

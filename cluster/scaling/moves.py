@@ -1,0 +1,204 @@
+"""From what there is to what is needed, in the fewest and cheapest steps: flips of roles first, then replicas.
+
+A flip keeps the GPUs and takes seconds: it is done where the other role can spare the worker for what it needed at most in
+the last FLIP_SHARE of the hold. A new worker must fit its pool's bounds, and the budget together with all that still hold
+GPUs, those that leave too. A worker is taken away when those that remain would have sufficed at every time of the hold.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from cluster.scaling.needs import reference, weight
+from cluster.scaling.values import Inputs, Needs, PoolRules, Size
+from headrace.values import Role
+
+FLIP_SHARE = 1 / 6
+SMALL_STEP = 0.15  # of a pool: so little is only taken away SMALL_HOLDS after it grew, or chance would swing it
+SMALL_HOLDS = 4
+EPSILON = 1e-6
+
+
+@dataclass
+class Plan:
+    """Sizes while they are worked out. Owned by one decision."""
+
+    inputs: Inputs
+    bounds: Mapping[str, PoolRules]
+    sizes: dict[str, Size]
+    steps: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    grown: set[str] = field(default_factory=set)
+    shrunk: set[str] = field(default_factory=set)
+    flipped: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
+
+    def supply(self, role: Role) -> float:
+        """Workers of the role, in those of its reference pool."""
+        total = 0.0
+        for name, size in self.sizes.items():
+            own = self.bounds[name].role
+            if own is role:
+                total += (size.replicas - size.lent) * weight(self.inputs, name, role)
+            elif own.other is role and size.lent:
+                total += size.lent * weight(self.inputs, name, role)
+        return total
+
+    @property
+    def gpus(self) -> int:
+        return sum(size.replicas * self.bounds[name].gpus for name, size in self.sizes.items())
+
+    @property
+    def committed_gpus(self) -> int:
+        """Of what is to be, of what goes for it and is not gone yet, and of what leaves already."""
+        return sum(
+            (max(size.replicas, self.inputs.pools[name].staying) + self.inputs.pools[name].leaving)
+            * self.bounds[name].gpus
+            for name, size in self.sizes.items()
+        )
+
+
+def serving_pools(plan: Plan, role: Role) -> Iterable[str]:
+    return [name for name, rules in plan.bounds.items() if rules.role is role]
+
+
+def grow(plan: Plan, found: Needs, spare: Callable[[Role], float]) -> None:
+    """Meets what is needed, as far as it can be. `spare(role)`: what the role must keep when it lends."""
+    for role in sorted((Role.PREFILL, Role.DECODE, Role.UNIFIED), key=lambda role: _relative(plan, found, role)):
+        short = reference(plan.inputs, role) is not None
+        while short and plan.supply(role) < found.of(role) - EPSILON:
+            short = any(step() for step in _in_order(plan, role, found, spare))
+        if reference(plan.inputs, role) is not None and plan.supply(role) < found.of(role) - EPSILON:
+            _note_short(plan, role, found)
+
+
+def _in_order(
+    plan: Plan, role: Role, found: Needs, spare: Callable[[Role], float]
+) -> tuple[Callable[[], bool], Callable[[], bool]]:
+    """Flips first; but what was flipped the other way within the hold comes back only where nothing else is to be had."""
+    flip, add = partial(_flip, plan, role, spare), partial(_add, plan, role, found)
+    other_way = plan.inputs.memory.flipped_at.get(role.other.value)
+    swings = other_way is not None and plan.inputs.now - other_way < plan.inputs.rules.hold_seconds
+    return (add, flip) if swings else (flip, add)
+
+
+def _relative(plan: Plan, found: Needs, role: Role) -> float:
+    return plan.supply(role) / found.of(role) if found.of(role) else 1e9
+
+
+def _flip(plan: Plan, role: Role, spare: Callable[[Role], float]) -> bool:
+    """One worker of the other role comes: one that was lent there first, then one that is lent here."""
+    other = role.other
+    if other is role:
+        return False
+    left = plan.supply(other) - max(spare(other), 1.0 if other is Role.DECODE else 0.0)
+    candidates = [
+        (name, Size(size.replicas, size.lent - 1), f"{name}: a lent worker is back at {role.value}")
+        for name, size in plan.sizes.items()
+        if plan.bounds[name].role is role and size.lent
+    ]
+    candidates += [
+        (name, Size(size.replicas, size.lent + 1), f"{name}: a worker is lent to {role.value}")
+        for name, size in plan.sizes.items()
+        if plan.bounds[name].role is other and size.replicas > size.lent
+    ]
+    for name, size, said in candidates:
+        if weight(plan.inputs, name, other) <= left + EPSILON:
+            plan.sizes[name] = size
+            plan.steps.append(said)
+            plan.flipped.add(role.value)
+            return True
+    return False
+
+
+def _add(plan: Plan, role: Role, found: Needs) -> bool:
+    """As many workers as are missing, to the pool that gives the most for a GPU."""
+    pools = sorted(serving_pools(plan, role), key=lambda name: plan.bounds[name].gpus / weight(plan.inputs, name, role))
+    for name in pools:
+        room = _room(plan, name)
+        if room <= 0:
+            continue
+        missing = (found.of(role) - plan.supply(role)) / weight(plan.inputs, name, role)
+        number = min(room, max(int(missing - EPSILON) + 1, 1))
+        size = plan.sizes[name]
+        plan.sizes[name] = Size(size.replicas + number, size.lent)
+        plan.steps.append(f"{name}: {number} more, {size.replicas + number} in all")
+        plan.grown.add(name)
+        return True
+    return False
+
+
+def _room(plan: Plan, name: str) -> int:
+    """How many workers the pool may have more."""
+    rules, size, seen = plan.bounds[name], plan.sizes[name], plan.inputs.pools[name]
+    if name in plan.given_up or is_blocked(plan.inputs, name):
+        return 0
+    room = rules.most - size.replicas
+    budget = plan.inputs.rules.budget_gpus
+    if budget is not None:
+        free = budget - plan.committed_gpus
+        room = min(room, free // rules.gpus + max(seen.staying - size.replicas, 0))
+    return room
+
+
+def is_blocked(inputs: Inputs, name: str) -> bool:
+    blocked = inputs.memory.blocked.get(name)
+    return blocked is not None and inputs.now < blocked.until
+
+
+def _note_short(plan: Plan, role: Role, found: Needs) -> None:
+    why = []
+    for name in serving_pools(plan, role):
+        if name in plan.given_up:
+            why.append(f"{name} found no room in the cluster")
+        elif is_blocked(plan.inputs, name):
+            seconds = plan.inputs.memory.blocked[name].until - plan.inputs.now
+            why.append(f"{name} found no room in the cluster and is tried again in {seconds:.0f} s")
+        elif plan.sizes[name].replicas >= plan.bounds[name].most:
+            why.append(f"{name} may have at most {plan.bounds[name].most}")
+        else:
+            why.append(f"{plan.committed_gpus} of the budget's {plan.inputs.rules.budget_gpus} GPUs are taken")
+    supply, needed = plan.supply(role), found.of(role)
+    plan.notes.append(f"{role.value}: {needed:.1f} workers are needed and {supply:.1f} are to be had: {'; '.join(why)}")
+
+
+def shrink(plan: Plan, found: Needs, most: Callable[[Role], float]) -> None:
+    """Takes away what was not needed at any time of the hold. `most(role)`: the most that was."""
+    for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED):
+        names = sorted(
+            (name for name in plan.sizes if _serves(plan, name, role)),
+            key=lambda name: (
+                plan.bounds[name].role is role,
+                -plan.bounds[name].gpus / weight(plan.inputs, name, role),
+            ),
+        )
+        for name in names:
+            _shrink_pool(plan, name, role, most(role))
+
+
+def _serves(plan: Plan, name: str, role: Role) -> bool:
+    own = plan.bounds[name].role
+    return own is role or (own.other is role and plan.sizes[name].lent > 0)
+
+
+def _shrink_pool(plan: Plan, name: str, role: Role, needed: float) -> None:
+    size, rules, seen = plan.sizes[name], plan.bounds[name], plan.inputs.pools[name]
+    if seen.starting or seen.pending:
+        return
+    lent = rules.role is not role
+    each = weight(plan.inputs, name, role)
+    spare = int((plan.supply(role) - needed) / each + EPSILON)
+    number = min(spare, size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
+    if number <= 0 or not _may_shrink(plan, name, number):
+        return
+    plan.sizes[name] = Size(size.replicas - number, size.lent - number if lent else size.lent)
+    plan.steps.append(f"{name}: {number} fewer, {size.replicas - number} in all")
+    plan.shrunk.add(name)
+
+
+def _may_shrink(plan: Plan, name: str, number: int) -> bool:
+    """A pool does not breathe with chance: a small step down waits longer after it last grew."""
+    inputs, hold = plan.inputs, plan.inputs.rules.hold_seconds
+    grown = inputs.memory.grown_at.get(name)
+    small = number == 1 or number < SMALL_STEP * plan.sizes[name].replicas
+    return grown is None or inputs.now - grown >= (SMALL_HOLDS * hold if small else hold)

@@ -1,0 +1,126 @@
+"""From routers' reports to what comes in: differences of their counters, which miss nothing when a report is lost."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from cluster.scaling.values import Traffic
+from headrace.reports import ClassCounts, RouterReport
+
+MEMORY_SECONDS = 3600.0  # of lengths, hit rate and burstiness
+GUESSED_OUTPUT_TOKENS = 256.0  # before the first answer
+MIN_STEP_SECONDS = 0.05
+MOST_ROUTERS = 256  # that are remembered
+SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
+_COUNTERS = ("arrivals", "prompt_tokens", "computed_tokens", "cached_tokens", "generated_tokens", "ended")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What happened between two looks."""
+
+    ended_at: float
+    seconds: float
+    arrivals: int
+    met: int
+    missed_ttft: int
+    missed_tpot: int
+    judged: int
+
+
+class Meter:
+    """Owns what was last heard of each router, and the sums. A router that is heard of for the first time counts from
+    then on; one that was not heard of for a while has lost nothing."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_seconds = window_seconds
+        self._last: dict[str, RouterReport] = {}
+        self._present: Mapping[str, RouterReport] = {}
+        self._steps: deque[_Step] = deque()
+        self._looked_at: float | None = None
+        self._sums = dict.fromkeys((*_COUNTERS, "answered"), 0.0)
+        self._squares = 0.0
+        self._means = 0.0
+        self._busy_at: float | None = None
+
+    def look(self, reports: Mapping[str, RouterReport], now: float) -> int:
+        """Takes the reports as they are now; returns how many requests arrived since the last look."""
+        seconds = now - self._looked_at if self._looked_at is not None else 0.0
+        new = dict.fromkeys(_COUNTERS, 0)
+        counts = dict.fromkeys((field.name for field in fields(ClassCounts)), 0)
+        for name, report in reports.items():
+            last = self._last.get(name)
+            if last is None or report.arrivals < last.arrivals:
+                continue
+            for counter in _COUNTERS:
+                new[counter] += getattr(report, counter) - getattr(last, counter)
+            for service_class, now_counts in report.classes.items():
+                before = last.classes.get(service_class, ClassCounts())
+                for verdict in counts:
+                    counts[verdict] += getattr(now_counts, verdict) - getattr(before, verdict)
+        if self._busy_at is None or new["arrivals"] or any(r.queued or r.in_flight for r in reports.values()):
+            self._busy_at = now
+        for name, report in reports.items():
+            self._last.pop(name, None)
+            self._last[name] = report
+        while len(self._last) > max(MOST_ROUTERS, len(reports)):
+            del self._last[next(iter(self._last))]
+        self._present = reports
+        self._looked_at = now
+        if seconds < MIN_STEP_SECONDS:
+            return new["arrivals"]
+        self._learn(new, counts, seconds)
+        self._steps.append(
+            _Step(
+                now,
+                seconds,
+                new["arrivals"],
+                counts["met"],
+                counts["missed_ttft"] + counts["missed_both"],
+                counts["missed_tpot"] + counts["missed_both"],
+                sum(counts.values()),
+            )
+        )
+        while self._steps and self._steps[0].ended_at <= now - self._window_seconds:
+            self._steps.popleft()
+        return new["arrivals"]
+
+    def _learn(self, new: Mapping[str, int], counts: Mapping[str, int], seconds: float) -> None:
+        keep = 0.5 ** (seconds / MEMORY_SECONDS)
+        for counter in _COUNTERS:
+            self._sums[counter] = self._sums[counter] * keep + new[counter]
+        self._sums["answered"] = self._sums["answered"] * keep + max(new["ended"] - counts["failed"], 0)
+        if self._steps and abs(self._steps[-1].seconds / seconds - 1) < 0.2:
+            # Neighbours' differences: what changes slowly is no burst.
+            last = self._steps[-1].arrivals
+            self._squares = self._squares * keep + (new["arrivals"] - last) ** 2 / 2
+            self._means = self._means * keep + (new["arrivals"] + last) / 2
+
+    def traffic(self, now: float) -> Traffic:
+        sums, steps, reports = self._sums, self._steps, self._present.values()
+        seconds = sum(step.seconds for step in steps)
+        judged = sum(step.judged for step in steps)
+        prompts = sums["computed_tokens"] + sums["cached_tokens"]
+        answered = sums["answered"]
+        return Traffic(
+            routers=len(self._present) if steps else 0,
+            per_second=sum(step.arrivals for step in steps) / seconds if seconds else 0.0,
+            input_tokens=sums["prompt_tokens"] / sums["arrivals"] if sums["arrivals"] else 0.0,
+            output_tokens=sums["generated_tokens"] / answered if answered >= 1 else GUESSED_OUTPUT_TOKENS,
+            hit_rate=sums["cached_tokens"] / prompts if prompts else 0.0,
+            gap_scv=self._gap_scv(),
+            queued=sum(report.queued for report in reports),
+            queued_tokens=sum(report.queued_tokens for report in reports),
+            oldest_queued_seconds=max((report.oldest_queued_seconds for report in reports), default=0.0),
+            in_flight=sum(report.in_flight for report in reports),
+            idle_seconds=now - self._busy_at if self._busy_at is not None else 0.0,
+            judged=judged,
+            attainment=sum(step.met for step in steps) / judged if judged else 1.0,
+            missed_ttft=sum(step.missed_ttft for step in steps) / judged if judged else 0.0,
+            missed_tpot=sum(step.missed_tpot for step in steps) / judged if judged else 0.0,
+        )
+
+    def _gap_scv(self) -> float:
+        """Variance over mean of arrivals in equal times: 1 of Poisson's, and what a queue feels of bursts."""
+        found = self._squares / self._means if self._means > 100 else 1.0
+        return min(SCV_STEPS, key=lambda step: abs(step - found))

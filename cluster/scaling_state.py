@@ -1,0 +1,84 @@
+"""What the autoscaler keeps in Redis: its last look, its decisions with their outcomes, and the arrivals of past days.
+
+`now` is the whole last turn, inputs and decision, what it remembers among them; `decisions` a hash by number, the newest
+KEPT of them; `arrivals` the history that forecasts come from. The leading controller alone writes them. A turn that
+changes what is desired writes that in the same transaction: no controller dies between a decision and its record.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from cluster.reconcile import Desired
+from cluster.scaling.forecast import Arrivals
+from cluster.scaling.values import Recorded
+from cluster.state import encode_desired
+from headrace.keys import Keys
+from headrace.store import Store
+from router.decisions import codec
+
+T = TypeVar("T")
+
+KEPT = 256
+
+
+class ScalingState:
+    """One process's view of these keys. Every call raises StoreUnavailable when Redis is away; what another version wrote
+    counts as absent."""
+
+    def __init__(self, store: Store, cluster: str) -> None:
+        self._store = store
+        self._keys = Keys(cluster)
+
+    async def time(self) -> float:
+        """Redis's clock, which outlives controllers."""
+        seconds, microseconds = await self._store.call(lambda redis: redis.time())
+        return float(seconds) + float(microseconds) / 1e6
+
+    async def now(self) -> Recorded | None:
+        return _decoded(Recorded, await self._store.call(lambda redis: redis.get(self._keys.scaling_now)))
+
+    async def arrivals(self) -> Arrivals | None:
+        return _decoded(Arrivals, await self._store.call(lambda redis: redis.get(self._keys.scaling_arrivals)))
+
+    async def decisions(self) -> list[Recorded]:
+        """Oldest first."""
+        found = await self._store.call(lambda redis: redis.hgetall(self._keys.scaling_decisions))
+        decoded = [_decoded(Recorded, raw) for raw in found.values()]
+        return sorted((one for one in decoded if one is not None), key=lambda one: one.number)
+
+    async def commit(
+        self,
+        now: Recorded,
+        records: Sequence[Recorded] = (),
+        arrivals: Arrivals | None = None,
+        desired: Desired | None = None,
+    ) -> None:
+        """One turn, as a whole or not at all. `records`: new ones, and those whose outcome is known now."""
+
+        async def write(redis: Any) -> None:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._keys.scaling_now, _encoded(now))
+                for one in records:
+                    pipe.hset(self._keys.scaling_decisions, str(one.number), _encoded(one))
+                    pipe.hdel(self._keys.scaling_decisions, str(one.number - KEPT))
+                if arrivals is not None:
+                    pipe.set(self._keys.scaling_arrivals, _encoded(arrivals))
+                if desired is not None:
+                    pipe.set(self._keys.desired, encode_desired(desired))
+                await pipe.execute()
+
+        await self._store.call(write)
+
+
+def _encoded(value: object) -> str:
+    return json.dumps(codec.encode(value), separators=(",", ":"))
+
+
+def _decoded(kind: type[T], raw: bytes | None) -> T | None:
+    if raw is None:
+        return None
+    try:
+        return codec.decode(kind, json.loads(raw))
+    except (ValueError, KeyError, TypeError):
+        return None

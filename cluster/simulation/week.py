@@ -1,0 +1,425 @@
+"""A week of traffic before the production autoscaler: days and nights, a weekend, surges and bursts.
+
+    python -m cluster.simulation.week [--days 7] [--seed 1] [--rate 150] [--json out.json]
+
+Reports → meter → history → decide are production's own, by the second and every half minute as in a cluster. What serves is
+a fluid, stepped by a second: prompts are worked off by as many workers as prefill, answers come at the cost model's step
+time of as many sequences as decode; within a second waits are those of `cluster.planning` at the rate of the last half
+minute. It is no event simulation: `python -m cluster.simulation` is, and docs/autoscaling.md compares both at a few rates.
+
+Beside it runs a clairvoyant: it knows the true rate of every five minutes, has the fewest workers for it by the same cost
+model, at once and without a start, and as little reserve as keeps the same share of requests within the targets.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
+from cluster.planning.prediction import Overload, predict
+from cluster.planning.queueing import normal_cdf
+from cluster.planning.sizing import Sized, size
+from cluster.scaling.decide import changes, decide
+from cluster.scaling.forecast import History
+from cluster.scaling.traffic import Meter
+from cluster.scaling.values import Inputs, Memory, PoolRules, PoolSeen, Rules, Size
+from cluster.simulation import cards
+from headrace.reports import ClassCounts, RouterReport
+from headrace.values import ParallelLayout, Role
+
+DAY = 86_400
+STEP_SECONDS = 1.0
+DECIDE_SECONDS = 30
+START_SECONDS = 180
+DRAIN_SECONDS = 30
+FLIP_SECONDS = 5
+CLAIRVOYANT_SECONDS = 300
+INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE = 2000.0, 250.0, 0.3
+NIGHT = 0.25  # of the day's peak
+WEEKEND = 0.6
+SURGES_A_DAY, SURGE, SURGE_SECONDS, SURGE_RAMP_SECONDS = 3, 1.4, 900, 240
+BURSTS_AN_HOUR, BURST, BURST_SECONDS = 2, 3.0, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """`rates`: arrivals a second, expected, by the second; `arrivals`: those that came."""
+
+    rates: np.ndarray
+    arrivals: np.ndarray
+
+    @classmethod
+    def of(cls, days: float, peak: float, seed: int) -> "Traffic":
+        """A cosine over each day, lower at the weekend; surges that build up over minutes and pass, at any time; bursts of
+        seconds, of which nobody knows before."""
+        random = np.random.default_rng(seed)
+        seconds = np.arange(int(days * DAY))
+        swing = NIGHT + (1 - NIGHT) * (1 - np.cos(2 * math.pi * seconds / DAY)) / 2
+        rates = peak * swing * np.where(seconds // DAY % 7 >= 5, WEEKEND, 1.0)
+        for at in random.uniform(0, len(seconds), int(SURGES_A_DAY * days)):
+            since = seconds - at
+            ramp = np.minimum(since / SURGE_RAMP_SECONDS, (SURGE_SECONDS - since) / SURGE_RAMP_SECONDS)
+            rates = rates * (1 + (SURGE - 1) * np.clip(ramp, 0, 1))
+        true = rates.copy()
+        for at in random.integers(0, len(seconds), int(BURSTS_AN_HOUR * 24 * days)):
+            true[at : at + BURST_SECONDS] *= BURST
+        return cls(rates, random.poisson(true))
+
+    @classmethod
+    def constant(cls, hours: float, rate: float, seed: int) -> "Traffic":
+        rates = np.full(int(hours * 3600), rate)
+        return cls(rates, np.random.default_rng(seed).poisson(rates))
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What serves, and what is owed."""
+
+    worker: Worker
+    lengths: tuple[Length, ...]
+    target: Target
+
+    @classmethod
+    def of(cls, card_name: str = "h200") -> "World":
+        card = cards.load(card_name)
+        tokens = card.num_blocks * 32
+        worker = Worker(card.cost, tokens, 256, 8192, card.block_bytes / 32)
+        lengths = tuple(lengths_around(INPUT_TOKENS, OUTPUT_TOKENS, hit_rate=HIT_RATE, cv=0.8))
+        return cls(worker, lengths, Target(2.0, 0.02, 0.99))
+
+    def rules(self, most: int, **changes: object) -> Rules:
+        one = ParallelLayout()
+        pools = {"decode": PoolRules(Role.DECODE, one, 1, most), "prefill": PoolRules(Role.PREFILL, one, 1, most)}
+        rules = Rules(pools, self.target, lead_seconds=START_SECONDS + 2 * DECIDE_SECONDS)
+        return replace(rules, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Fluid:
+    """Owns what waits, what runs and what was counted. A step is STEP_SECONDS."""
+
+    world: World
+    waiting_seconds: float = 0.0
+    waiting_prompts: float = 0.0
+    sequences: float = 0.0
+    rate: float = 0.0
+    arrived: int = 0
+    kept: float = 0.0
+    late: float = 0.0
+    slow: float = 0.0
+
+    def step(self, arrivals: int, prefill: int, decode: int) -> float:
+        """The share of those who came that keeps both targets."""
+        world, cost = self.world, self.world.worker.cost
+        service, tokens, context = _means(world)
+        self.rate += (arrivals - self.rate) / 30
+        wait = self.waiting_seconds / prefill if prefill else 1e3
+        self.waiting_seconds += arrivals * service
+        done = min(self.waiting_seconds, prefill * STEP_SECONDS)
+        self.waiting_seconds -= done
+        rows = self.sequences / max(decode, 1)
+        step_seconds = cost.decode_base_seconds + rows * (
+            cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
+        )
+        self.sequences += done / service
+        if decode:
+            self.sequences -= min(self.sequences, self.sequences / (tokens * step_seconds) * STEP_SECONDS)
+        self.waiting_prompts = self.waiting_seconds / service
+        if not arrivals:
+            return 1.0
+        on_time = _on_time(world, prefill, decode, _coarse(self.rate), round(wait, 2))
+        spread = math.sqrt(max(rows, 1.0)) * 0.5  # an answer averages over many steps
+        slope = (step_seconds - cost.decode_base_seconds) / rows if rows else 1e-9
+        quick = normal_cdf((world.target.tpot_seconds - step_seconds) / max(slope * spread, 1e-9)) if decode else 0.0
+        self.arrived += arrivals
+        self.kept += arrivals * on_time * quick
+        self.late += arrivals * (1 - on_time)
+        self.slow += arrivals * on_time * (1 - quick)
+        return on_time * quick
+
+    @property
+    def attainment(self) -> float:
+        return self.kept / self.arrived if self.arrived else 1.0
+
+
+@lru_cache(maxsize=16)
+def _means(world: World) -> tuple[float, float, float]:
+    """(prefill seconds, tokens of an answer, context of a sequence), by the time that requests take."""
+    lengths, cost = world.lengths, world.worker.cost
+    service = sum(cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in lengths) / len(
+        lengths
+    )
+    steps = [max(x.output_tokens - 1, 0.0) for x in lengths]
+    context = sum(s * (x.input_tokens + x.output_tokens / 2) for s, x in zip(steps, lengths, strict=True)) / sum(steps)
+    return service, sum(steps) / len(steps), context
+
+
+def _coarse(rate: float) -> float:
+    return 1.05 ** round(math.log(rate, 1.05)) if rate > 0.1 else 0.1
+
+
+@lru_cache(maxsize=1 << 18)
+def _on_time(world: World, prefill: int, decode: int, rate: float, waited: float) -> float:
+    """Of those who find such a queue, beside what chance adds within a second."""
+    left = world.target.ttft_seconds - waited
+    if left <= 0 or not prefill or not decode:
+        return 0.0
+    service = _means(world)[0]
+    steady = min(rate, 0.97 * prefill / service)  # beyond that it piles up, and `waited` says so
+    found = predict(
+        Pools(prefill, decode),
+        world.worker,
+        world.worker,
+        Load(steady, world.lengths),
+        replace(world.target, ttft_seconds=left),
+    )
+    if isinstance(found, Overload):
+        found = predict(
+            Pools(prefill, 1 << 12),
+            world.worker,
+            world.worker,
+            Load(steady, world.lengths),
+            replace(world.target, ttft_seconds=left),
+        )
+    return found.ttft_attainment if not isinstance(found, Overload) else 0.0
+
+
+@dataclass
+class Fleet:
+    """Workers of one pool by when they are ready. They hold their GPUs from the order to the end of the drain."""
+
+    desired: Size
+    ready_at: list[float] = field(default_factory=list)
+    leaving_until: list[float] = field(default_factory=list)
+    lent: int = 0
+    flips_until: float = 0.0
+
+    def order(self, size: Size, now: float) -> None:
+        more = size.replicas - len(self.ready_at)
+        self.ready_at += [now + START_SECONDS] * max(more, 0)
+        for _ in range(max(-more, 0)):
+            self.ready_at.remove(max(self.ready_at))
+            self.leaving_until.append(now + DRAIN_SECONDS)
+        if size.lent != self.lent:
+            self.lent, self.flips_until = size.lent, now + FLIP_SECONDS
+        self.desired = size
+
+    def pass_to(self, now: float) -> None:
+        self.leaving_until = [until for until in self.leaving_until if until > now]
+
+    def ready(self, now: float) -> int:
+        return sum(at <= now for at in self.ready_at)
+
+    @property
+    def num_holding(self) -> int:
+        return len(self.ready_at) + len(self.leaving_until)
+
+
+@dataclass
+class Outcome:
+    """Of one run. `changes` by hour: decisions that changed what is desired."""
+
+    attainment: float
+    gpu_hours: float
+    arrivals: int
+    late: float
+    slow: float
+    changes: Counter[int]
+    kinds: Counter[str]
+    most_gpus: int
+    trace: list[tuple[int, float, int, int]]
+
+    @property
+    def most_changes_an_hour(self) -> int:
+        return max(self.changes.values(), default=0)
+
+
+def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Size]) -> Outcome:
+    """The production autoscaler over this traffic."""
+    fleets = {name: Fleet(size, [0.0] * size.replicas) for name, size in start.items()}
+    fluid, meter, history, memory = Fluid(world), Meter(rules.window_seconds), History(), Memory()
+    counts, gpu_seconds, most = Totals(), 0.0, 0
+    changed: Counter[int] = Counter()
+    kinds: Counter[str] = Counter()
+    trace: list[tuple[int, float, int, int]] = []
+    sizes = (0, 0)
+    for second, arrivals in enumerate(traffic.arrivals.tolist()):
+        if second % FLIP_SECONDS == 0:
+            for fleet in fleets.values():
+                fleet.pass_to(second)
+            sizes = _serving(fleets, second)
+        held = sum(fleet.num_holding for fleet in fleets.values())
+        gpu_seconds += held
+        most = max(most, held)
+        kept = fluid.step(arrivals, *sizes)
+        counts.add(arrivals, kept, fluid)
+        if second % DECIDE_SECONDS == 0:
+            reports = {"r": counts.report(second, fluid)}
+            history.add(meter.look(reports, float(second)), DECIDE_SECONDS if second else 0, float(second))
+            heard = meter.traffic(float(second))
+            pools = {name: _seen(world, fleet, second) for name, fleet in fleets.items()}
+            forecast = history.forecast(heard.per_second, rules.lead_seconds)
+            inputs = Inputs(float(second), rules, pools, heard, forecast, memory)
+            decision = decide(inputs)
+            memory = decision.memory
+            if changes(decision, inputs):
+                changed[second // 3600] += 1
+                kinds[decision.kind] += 1
+                for name, size_ in decision.pools.items():
+                    fleets[name].order(size_, second)
+        if second % CLAIRVOYANT_SECONDS == 0:
+            trace.append((second, fluid.rate, *sizes))
+    service = fluid.arrived or 1
+    return Outcome(
+        fluid.attainment,
+        gpu_seconds / 3600,
+        fluid.arrived,
+        fluid.late / service,
+        fluid.slow / service,
+        changed,
+        kinds,
+        most,
+        trace,
+    )
+
+
+@dataclass
+class Totals:
+    """What the one router would have counted."""
+
+    arrivals: int = 0
+    met: float = 0.0
+
+    def add(self, arrivals: int, kept: float, fluid: Fluid) -> None:
+        self.arrivals += arrivals
+        self.met += arrivals * kept
+
+    def report(self, second: int, fluid: Fluid) -> RouterReport:
+        met, late = round(self.met), round(fluid.late)
+        return RouterReport(
+            "r",
+            "",
+            float(second),
+            self.arrivals,
+            prompt_tokens=round(self.arrivals * INPUT_TOKENS),
+            computed_tokens=round(self.arrivals * INPUT_TOKENS * (1 - HIT_RATE)),
+            cached_tokens=round(self.arrivals * INPUT_TOKENS * HIT_RATE),
+            generated_tokens=round(self.arrivals * OUTPUT_TOKENS),
+            ended=self.arrivals,
+            in_flight=round(fluid.sequences),
+            queued=round(fluid.waiting_prompts),
+            queued_tokens=round(fluid.waiting_prompts * INPUT_TOKENS),
+            classes={"": ClassCounts(met=met, missed_ttft=late, missed_tpot=max(self.arrivals - met - late, 0))},
+        )
+
+
+def _serving(fleets: Mapping[str, Fleet], now: float) -> tuple[int, int]:
+    """(prefill, decode) workers; one that flips serves neither for the moment."""
+    prefill, decode = fleets["prefill"], fleets["decode"]
+    out = prefill.ready(now) - prefill.lent, decode.ready(now) - decode.lent
+    lent = [fleet.lent if fleet.flips_until <= now else 0 for fleet in (decode, prefill)]
+    return max(out[0], 0) + lent[0], max(out[1], 0) + lent[1]
+
+
+def _seen(world: World, fleet: Fleet, now: float) -> PoolSeen:
+    ready = fleet.ready(now)
+    warming = sum(now - 60 < at <= now and at > 0 for at in fleet.ready_at)
+    return PoolSeen(
+        fleet.desired,
+        world.worker,
+        ready,
+        min(fleet.lent, ready),
+        len(fleet.ready_at) - ready,
+        leaving=len(fleet.leaving_until),
+        warming=warming,
+    )
+
+
+def clairvoyant(world: World, traffic: Traffic, attainment: float) -> tuple[float, float]:
+    """(GPU-hours, its own attainment) of the fewest workers in each stretch by the true rate, with the least reserve that
+    keeps `attainment`."""
+    found = (0.0, 0.0)
+    for reserve in (0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3):
+        fluid, gpu_seconds = Fluid(world), 0.0
+        for second, arrivals in enumerate(traffic.arrivals.tolist()):
+            if second % CLAIRVOYANT_SECONDS == 0:
+                rate = float(traffic.rates[second : second + CLAIRVOYANT_SECONDS].max()) * reserve
+                sized = _fewest(world, _coarse_up(rate))
+            fluid.step(arrivals, sized.prefill, sized.decode)
+            gpu_seconds += sized.num_workers
+        found = gpu_seconds / 3600, fluid.attainment
+        if fluid.attainment >= attainment:
+            break
+    return found
+
+
+def _coarse_up(rate: float) -> float:
+    return 1.005 ** math.ceil(math.log(rate, 1.005))
+
+
+@lru_cache(maxsize=4096)
+def _fewest(world: World, rate: float) -> Pools:
+    sized = size(world.worker, world.worker, Load(rate, world.lengths), world.target)
+    assert isinstance(sized, Sized), sized
+    return sized.pools
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--days", type=float, default=7.0)
+    parser.add_argument("--rate", type=float, default=150.0, help="requests a second at the peak of a day")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--card", default="h200")
+    parser.add_argument("--json", type=pathlib.Path, help="writes what was found")
+    arguments = parser.parse_args()
+    world = World.of(arguments.card)
+    traffic = Traffic.of(arguments.days, arguments.rate, arguments.seed)
+    rules = world.rules(most=64)
+    first = _fewest(world, _coarse_up(float(traffic.rates[0])))
+    ours = follow(world, traffic, rules, {"prefill": Size(first.prefill), "decode": Size(first.decode)})
+    least, theirs = clairvoyant(world, traffic, rules.target.attainment)
+    constant = follow(
+        world,
+        Traffic.constant(24, arguments.rate / 2, arguments.seed),
+        rules,
+        {"prefill": Size(1), "decode": Size(1)},
+    )
+    steady = {hour: number for hour, number in constant.changes.items() if hour >= 1}
+    found = {
+        "days": arguments.days,
+        "rate": arguments.rate,
+        "seed": arguments.seed,
+        "arrivals": ours.arrivals,
+        "attainment": ours.attainment,
+        "late": ours.late,
+        "slow": ours.slow,
+        "gpu_hours": ours.gpu_hours,
+        "most_gpus": ours.most_gpus,
+        "changes": sum(ours.changes.values()),
+        "most_changes_an_hour": ours.most_changes_an_hour,
+        "kinds": dict(ours.kinds),
+        "clairvoyant_gpu_hours": least,
+        "clairvoyant_attainment": theirs,
+        "ratio": ours.gpu_hours / least,
+        "constant_changes_an_hour": max(steady.values(), default=0),
+        "constant_changes_a_day": sum(steady.values()),
+        "constant_attainment": constant.attainment,
+    }
+    for name, value in found.items():
+        print(f"{name:28} {value}", file=sys.stderr)
+    print(json.dumps(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**found, "trace": ours.trace}), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Counters of routers become rates that miss nothing, and a history that forecasts."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cluster.scaling.forecast import BUCKET_SECONDS, DAY, History
+from cluster.scaling.traffic import Meter
+from headrace.reports import ClassCounts, RouterReport
+
+
+def report(arrivals: int, name: str = "a", **fields: object) -> RouterReport:
+    counted = {
+        "prompt_tokens": arrivals * 100,
+        "computed_tokens": arrivals * 75,
+        "cached_tokens": arrivals * 25,
+        "generated_tokens": arrivals * 40,
+        "ended": arrivals,
+        "classes": {"": ClassCounts(met=arrivals)},
+    }
+    return replace(RouterReport(name, "", 0.0, arrivals), **{**counted, **fields})
+
+
+def look(meter: Meter, now: float, *reports: RouterReport) -> int:
+    return meter.look({one.router_id: one for one in reports}, now)
+
+
+def test_rates_and_lengths_are_differences_and_what_was_before_does_not_count() -> None:
+    meter = Meter(60.0)
+    assert look(meter, 0.0, report(1000)) == 0
+    assert meter.traffic(0.0).routers == 0, "of one look nothing is known yet"
+    assert look(meter, 10.0, report(1050)) == 50
+    assert look(meter, 20.0, report(1100), report(7, "b")) == 50
+    assert look(meter, 30.0, report(1150), report(57, "b")) == 100
+    seen = meter.traffic(30.0)
+    assert (seen.routers, seen.per_second) == (2, pytest.approx(200 / 30))
+    assert (seen.input_tokens, seen.output_tokens, seen.hit_rate) == (100, 40, 0.25)
+    assert (seen.judged, seen.attainment) == (200, 1.0)
+
+
+def test_case_55_refused_requests_have_arrived_and_make_no_answer_shorter() -> None:
+    meter = Meter(60.0)
+    look(meter, 0.0, report(0))
+    look(meter, 10.0, report(200, generated_tokens=4000, classes={"": ClassCounts(met=100, failed=100)}))
+    seen = meter.traffic(10.0)
+    assert seen.per_second == 20.0
+    assert seen.output_tokens == 40
+    assert seen.attainment == 0.5
+
+
+def test_reports_that_were_away_for_a_while_lose_nothing_and_a_router_that_restarts_counts_nothing_twice() -> None:
+    meter = Meter(60.0)
+    look(meter, 0.0, report(100))
+    assert look(meter, 10.0) == 0
+    assert meter.traffic(10.0).routers == 0
+    assert look(meter, 20.0, report(160)) == 60
+    assert look(meter, 30.0, report(5)) == 0
+    assert look(meter, 40.0, report(25)) == 20
+
+
+def test_silence_is_measured_from_the_last_that_came_or_was_under_way() -> None:
+    meter = Meter(60.0)
+    look(meter, 0.0, report(0))
+    look(meter, 10.0, report(1, in_flight=1))
+    look(meter, 50.0, report(1, in_flight=1))
+    look(meter, 90.0, report(1))
+    assert meter.traffic(100.0).idle_seconds == 50.0
+
+
+def test_burstiness_is_told_from_what_changes_slowly() -> None:
+    bursty, slow = Meter(60.0), Meter(60.0)
+    total = ramp = 0
+    for step in range(200):
+        total += 300 if step % 10 == 0 else 80
+        ramp += 100 + step
+        look(bursty, 10.0 * step, report(total))
+        look(slow, 10.0 * step, report(ramp))
+    assert bursty.traffic(2000.0).gap_scv == 8.0
+    assert slow.traffic(2000.0).gap_scv == 1.0
+
+
+def week(days: int, *, surge_on: int | None = None) -> History:
+    """Days that rise from 10/s to 30/s and fall again, up to 6 in the morning of the last."""
+    history = History()
+    for bucket in range(days * DAY - DAY * 3 // 4):
+        rate = 20 - 10 * math.cos(2 * math.pi * bucket / DAY)
+        if surge_on is not None and bucket // DAY == surge_on and bucket % DAY > DAY // 4:
+            rate *= 3
+        history.add(round(rate * BUCKET_SECONDS), BUCKET_SECONDS, bucket * BUCKET_SECONDS + 1.0)
+    return history
+
+
+def test_the_season_says_what_comes_before_it_does() -> None:
+    ahead = week(3).forecast(20.0, 7200.0)
+    assert ahead.days == 2
+    assert 24 < ahead.peak < 27, "20 − 10·cos(2π·8/24) is 25"
+    assert week(1).forecast(20.0, 300.0).days == 0
+
+
+def test_what_happened_on_one_day_is_no_season() -> None:
+    assert week(5, surge_on=2).forecast(20.0, 3600.0).peak < 25
+
+
+def test_a_trend_is_followed_and_chance_is_none() -> None:
+    rising, noisy = History(), History()
+    for bucket in range(12):
+        rising.add(3000 + 600 * bucket, BUCKET_SECONDS, bucket * BUCKET_SECONDS + 1.0)
+        noisy.add(3000 + (40 if bucket % 2 else -40), BUCKET_SECONDS, bucket * BUCKET_SECONDS + 1.0)
+    assert rising.forecast(32.0, 600.0).trend == pytest.approx(36.0)
+    assert noisy.forecast(10.0, 600.0).peak == 10.0
+
+
+def test_stretches_nobody_looked_at_are_unknown_and_no_zero() -> None:
+    history = History()
+    history.add(3000, BUCKET_SECONDS, 1.0)
+    history.add(10, 10.0, BUCKET_SECONDS * 5 + 1.0)
+    assert history.arrivals.counts == (3000.0, -1.0, -1.0, -1.0, -1.0, 10.0)
+    again = History(history.arrivals)
+    again.add(5, 5.0, BUCKET_SECONDS * 5 + 2.0)
+    assert again.arrivals.counts[-1] == 15.0
+    again.add(7, 5.0, BUCKET_SECONDS * 2.0)
+    assert len(again.arrivals.counts) == 6, "a clock that is set back changes nothing"
