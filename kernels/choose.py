@@ -6,18 +6,21 @@ import torch
 
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
+from kernels.reference_fixed import FixedReferenceOps
 
 if TYPE_CHECKING:
     from kernels.draws import CudaDraws
 
 
-def choose(device: torch.device) -> Ops:
-    """The implementation for a device; made once, at start-up."""
+def choose(device: torch.device, *, deterministic: bool = False) -> Ops:
+    """The implementation for a device; made once, at start-up. `deterministic`: a row's results do not depend, to the bit,
+    on what is computed beside it."""
     if device.type == "cuda":
         from kernels.cuda import CudaOps
+        from kernels.cuda_fixed import FixedCudaOps
 
-        return CudaOps(device)
-    return ReferenceOps()
+        return FixedCudaOps(device) if deterministic else CudaOps(device)
+    return FixedReferenceOps() if deterministic else ReferenceOps()
 
 
 def choose_draws(device: torch.device) -> "CudaDraws | None":

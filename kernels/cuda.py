@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from kernels import norm, silu_mul
 from kernels.dense_prefill import dense_prefill, prepare
@@ -121,6 +122,9 @@ class CudaOps:
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
         prepare(num_heads, num_kv_heads, head_dim, dtype, range(self._dense_from[0], most_tokens + 1), self._device)
+
+    def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        return functional.linear(x_TI, weight_OI, bias_O)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         out = torch.empty(x_T2F.shape[0], x_T2F.shape[1] // 2, dtype=x_T2F.dtype, device=x_T2F.device)

@@ -69,6 +69,10 @@ class Ops(Protocol):
         thread."""
         ...
 
+    def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x · wᵀ + b. I inputs, O outputs of this rank; rows of w may be strided, and on a CPU its columns."""
+        ...
+
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         """silu(x[:, :F]) · x[:, F:]."""
         ...

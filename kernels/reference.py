@@ -57,8 +57,11 @@ class ReferenceOps:
             tokens = slice(starts[row], starts[row + 1])
             if context and tokens.start < tokens.stop:
                 keys_KCE, values_KCE = gather_context(pool, layer, batch.block_tables_RB[row], context)
-                out_THE[tokens] = _attend(q_THE[tokens].float(), keys_KCE, values_KCE, scale)
+                out_THE[tokens] = attend(q_THE[tokens].float(), keys_KCE, values_KCE, scale)
         return out_THE
+
+    def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        return functional.linear(x_TI, weight_OI, bias_O)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
         gate, up = x_T2F.float().chunk(2, -1)
@@ -76,7 +79,7 @@ def gather_context(pool: Tensor, layer: int, blocks_B: Tensor, context: int) -> 
     return kv_K2CE[:, 0, :context], kv_K2CE[:, 1, :context]
 
 
-def _attend(q_QHE: Tensor, keys_KCE: Tensor, values_KCE: Tensor, scale: float) -> Tensor:
+def attend(q_QHE: Tensor, keys_KCE: Tensor, values_KCE: Tensor, scale: float) -> Tensor:
     """The row's tokens are the last of its context. Query heads of one KV head sit side by side: no K or V repeats."""
     num_query, num_heads, dim = q_QHE.shape
     num_kv_heads, context, _ = keys_KCE.shape

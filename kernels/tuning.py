@@ -28,6 +28,13 @@ class PrefillTile:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearTile:
+    columns: int
+    depth: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class RowTile:
     elements: int
     num_warps: int
@@ -65,6 +72,8 @@ class Tuning:
     sample_floor: RowTile
     pull: PullTile
     reduce: ReduceTile
+    fixed_linear: LinearTile
+    fixed_attention: PrefillTile
 
     @classmethod
     def read(cls, path: Path) -> "Tuning":
@@ -80,6 +89,8 @@ class Tuning:
             RowTile(**tiles["sample_floor"]),
             PullTile(**tiles["pull"]),
             ReduceTile(**tiles["reduce"]),
+            LinearTile(**tiles["fixed_linear"]),
+            PrefillTile(**tiles["fixed_attention"]),
         )
 
 

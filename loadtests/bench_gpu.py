@@ -10,6 +10,7 @@ prefill_*   prompt tok/s, 32,768 tokens of prompts in one go, one token drawn of
 ttft_1024   ms from the intake of one prompt of 1,024 tokens to its first token
 mixed_256   output tok/s of 256 requests, 100 to 1,024 tokens in, 100 to 1,024 out
 attn_bw_*   decode attention: fraction of the card's copy rate, both measured here
+fixed_*     decode_* and prefill_* under `deterministic: true`; peer: the same engine without
 
 The other rows: loadtests.gpu_serving, loadtests.gpu_start.
 """
@@ -19,7 +20,7 @@ import json
 import pathlib
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ GOALS = {
     "mixed_256": (1.0, 1.15),
 }
 DECODE_TOKENS = 128
-PARTS = ("engine", "serving", "idle", "attention", "start")
+PARTS = ("engine", "serving", "idle", "attention", "fixed", "start")
 
 
 def beside(row: Row, peers: dict[str, float], peer_name: str) -> Row:
@@ -57,25 +58,51 @@ def beside(row: Row, peers: dict[str, float], peer_name: str) -> Row:
     return replace(row, must=must, aim=aim)
 
 
-def engine_rows(engine: OneRank, draw: random.Random) -> Iterator[Row]:
-    def best(count: int, length: int, tokens: int, repeats: int) -> list[float]:
-        inputs = [prompts(count, length, draw) for _ in range(repeats)]
-        return timed(lambda: engine.serve(inputs.pop(), [tokens] * count), repeats)
+@dataclass(frozen=True)
+class Timed:
+    """How long an engine takes for prompts of one length and so many tokens each."""
 
-    engine.serve(prompts(4, 64, draw), [8] * 4)
-    for length in (1024, 4096):
+    engine: OneRank
+    draw: random.Random
+
+    def seconds(self, count: int, length: int, tokens: int, repeats: int) -> list[float]:
+        inputs = [prompts(count, length, self.draw) for _ in range(repeats)]
+        return timed(lambda: self.engine.serve(inputs.pop(), [tokens] * count), repeats)
+
+    def prefill(self, length: int) -> Row:
         count = 32_768 // length
-        best(count, length, 1, 1)
-        samples = best(count, length, 1, 3)
-        yield Row(f"prefill_{length}", count * length / min(samples), "tok/s", "higher", samples=samples)
-    samples = [seconds * 1e3 for seconds in best(1, 1024, 1, 5)]
-    yield Row("ttft_1024", min(samples), "ms", "lower", samples=samples)
-    for batch in (1, 32, 128, 256):
-        best(batch, 1024, 4, 1)
-        first = min(best(batch, 1024, 1, 2))
-        samples = [(whole - first) / DECODE_TOKENS for whole in best(batch, 1024, DECODE_TOKENS + 1, 2)]
+        self.seconds(count, length, 1, 1)
+        samples = self.seconds(count, length, 1, 3)
+        return Row(f"prefill_{length}", count * length / min(samples), "tok/s", "higher", samples=samples)
+
+    def decode(self, batch: int) -> Row:
+        self.seconds(batch, 1024, 4, 1)
+        first = min(self.seconds(batch, 1024, 1, 2))
+        samples = [(whole - first) / DECODE_TOKENS for whole in self.seconds(batch, 1024, DECODE_TOKENS + 1, 2)]
         note = f"TPOT {min(samples) * 1e3:.2f} ms"
-        yield Row(f"decode_b{batch}", batch / min(samples), "tok/s", "higher", samples=samples, note=note)
+        return Row(f"decode_b{batch}", batch / min(samples), "tok/s", "higher", samples=samples, note=note)
+
+
+def fixed_rows(shape: dict[str, Any], draw: random.Random) -> Iterator[Row]:
+    found: list[list[Row]] = []
+    for deterministic in (False, True):
+        engine = OneRank(shape, ENGINE.model_copy(update={"deterministic": deterministic}))
+        timed = Timed(engine, draw)
+        found.append([timed.prefill(4096), *map(timed.decode, (1, 32, 128))])
+        del engine, timed
+        torch.cuda.empty_cache()
+    for plain, row in zip(*found, strict=True):
+        ratio = row.value / plain.value
+        yield replace(row, name=f"fixed_{row.name}", peer=plain.value, peer_name="not deterministic", ratio=ratio)
+
+
+def engine_rows(engine: OneRank, draw: random.Random) -> Iterator[Row]:
+    timed_engine = Timed(engine, draw)
+    engine.serve(prompts(4, 64, draw), [8] * 4)
+    yield from map(timed_engine.prefill, (1024, 4096))
+    samples = [seconds * 1e3 for seconds in timed_engine.seconds(1, 1024, 1, 5)]
+    yield Row("ttft_1024", min(samples), "ms", "lower", samples=samples)
+    yield from map(timed_engine.decode, (1, 32, 128, 256))
     lengths = [draw.randint(100, 1024) for _ in range(256)]
     outputs = [draw.randint(100, 1024) for _ in range(256)]
     mixed = [prompts(1, length, draw)[0] for length in lengths]
@@ -115,6 +142,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
         yield idle_fraction(draw)
     if "attention" in parts:
         yield from attention_rows()
+    if "fixed" in parts:
+        yield from fixed_rows(shape, draw)
     if "start" in parts:
         torch.cuda.empty_cache()
         yield from start_rows(shape, arguments.checkpoint)

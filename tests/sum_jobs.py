@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,3 +157,19 @@ def cases_of(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], n
         for two_shots in (False, True)
         if not two_shots or two_shots_fit(torch.empty(shape, dtype=dtype), num_ranks)
     ]
+
+
+def sums_in_order(context: RankContext, path: str) -> Tensor:
+    """A sum in a fixed order, whole and row by row, through the group and, in pieces, through memory."""
+    context = replace(context, fixed_order=True)
+    parts = [part_of(0, rank, (6, 48), torch.bfloat16).to(context.device) for rank in range(context.layout.tp)]
+    own = parts[context.tp_rank]
+    met_too = replace(context, small_sums=met(context, path, room_bytes=256))
+    whole = context.all_reduce(own.clone())
+    assert torch.equal(whole, sum_over_ranks(parts))
+    assert torch.equal(torch.cat([context.all_reduce(row.clone()) for row in own.split(1)]), whole)
+    if context.device.type == "cuda":
+        assert torch.equal(met_too.all_reduce(own.clone()), whole)
+    else:  # the interpreter's bfloat16 rounds otherwise
+        assert (met_too.all_reduce(own.clone()) - whole).float().norm() <= 1e-2 * whole.float().norm()
+    return whole

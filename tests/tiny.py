@@ -50,10 +50,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_variant(folder: pathlib.Path, name: str) -> pathlib.Path:
+def make_variant(folder: pathlib.Path, name: str, **dims: Any) -> pathlib.Path:
     """One of VARIANTS."""
-    family, dims = VARIANTS[name]
-    return make_checkpoint(folder, family, **dims)
+    family, own = VARIANTS[name]
+    return make_checkpoint(folder, family, **(own | dims))
 
 
 def make_checkpoint(folder: pathlib.Path, family: str = "llama", *, seed: int = 0, **dims: Any) -> pathlib.Path:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.ops import Ops
 from workers.models.parallel import RankContext
 from workers.models.weights import Span, Wanted
 
@@ -18,6 +19,7 @@ class Parts:
     """What layers are made with, and the list of weights that they want."""
 
     context: RankContext
+    ops: Ops
     dtype: torch.dtype
     wanted: list[Wanted] = field(default_factory=list)
 
@@ -49,6 +51,7 @@ class ColumnLinear:
     """Outputs spread over the ranks; several matrices that share their input are one product here."""
 
     def __init__(self, parts: Parts, num_inputs: int, columns: tuple[Columns, ...], *, bias: bool) -> None:
+        self._ops = parts.ops
         num_outputs = sum(part.span[1] - part.span[0] for part in columns)
         self.weight_OI = parts.empty(num_outputs, num_inputs)
         self.bias_O = parts.empty(num_outputs) if bias else None
@@ -60,7 +63,7 @@ class ColumnLinear:
                 parts.wanted.append(Wanted(f"{part.name}.bias", (part.size,), self.bias_O[here], part.span))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return functional.linear(x_TI, self.weight_OI, self.bias_O)
+        return self._ops.linear(x_TI, self.weight_OI, self.bias_O)
 
 
 class RowLinear:
@@ -68,13 +71,14 @@ class RowLinear:
     one rank's, so that it counts once."""
 
     def __init__(self, parts: Parts, name: str, num_inputs: int, span: Span, num_outputs: int, *, bias: bool) -> None:
+        self._ops = parts.ops
         self.weight_OI = parts.empty(num_outputs, span[1] - span[0])
         parts.wanted.append(Wanted(f"{name}.weight", (num_outputs, num_inputs), self.weight_OI, (0, num_outputs), span))
         with_bias = bias and parts.context.tp_rank == 0
         self.bias_O = parts.vector(f"{name}.bias", num_outputs) if with_bias else None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return functional.linear(x_TI, self.weight_OI, self.bias_O)
+        return self._ops.linear(x_TI, self.weight_OI, self.bias_O)
 
 
 class Vocabulary:
@@ -84,7 +88,7 @@ class Vocabulary:
     """
 
     def __init__(self, parts: Parts, name: str, size: int, width: int) -> None:
-        self._context = parts.context
+        self._context, self._ops = parts.context, parts.ops
         self._size = size
         each = -(-size // parts.context.layout.tp)
         self._first = each * parts.context.tp_rank
@@ -106,7 +110,7 @@ class Vocabulary:
 
     def logits(self, x_RD: Tensor) -> Tensor | None:
         """[R, whole vocabulary] on tp rank 0, None on the others."""
-        parts = self._context.gather(functional.linear(x_RD, self.weight_VD))
+        parts = self._context.gather(self._ops.linear(x_RD, self.weight_VD))
         if parts is None:
             return None
         logits_RV = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -81,6 +81,13 @@ class SmallSums:
         """Whether x is summed here: the same on all ranks, whose x are alike."""
         return x.nbytes <= self._meeting.room_bytes and x.dtype in KINDS and x.is_contiguous()
 
+    def take_pieces(self, x: Tensor) -> bool:
+        """The same of x in pieces, each of at most most_elements()."""
+        return x.dtype in KINDS and x.is_contiguous()
+
+    def most_elements(self, x: Tensor) -> int:
+        return self._meeting.room_bytes // x.element_size()
+
     def add_up(self, x: Tensor) -> None:
         """x becomes the sum of all ranks' x."""
         ranks = self._meeting.num_ranks

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from headrace.values import ParallelLayout
 from kernels.ops import Ops
+from kernels.reference import sum_over_ranks
 
 if TYPE_CHECKING:
     from workers.models.meeting import SmallSums
@@ -31,7 +32,8 @@ Store = Any
 class RankContext:
     """This rank's place. `tp_group` is None when tp is 1, `pp_group` when pp is 1; ranks in them are numbered by tp rank
     and by stage. All ranks of a group make the same calls in the same order. `small_sums`: what sums small tensors
-    instead of the tp group, where there is such."""
+    instead of the tp group, where there is such. `fixed_order`: every sum is float32 in the order of ranks, whatever its
+    size; a library's order depends on it."""
 
     layout: ParallelLayout
     rank: int
@@ -39,6 +41,7 @@ class RankContext:
     tp_group: Group | None = None
     pp_group: Group | None = None
     small_sums: "SmallSums | None" = None
+    fixed_order: bool = False
 
     @property
     def tp_rank(self) -> int:
@@ -63,6 +66,8 @@ class RankContext:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the stage's ranks, in place."""
+        if self.fixed_order and self.tp_group is not None:
+            return self._sum_in_order(x)
         if self.small_sums is not None and self.small_sums.take(x):
             self.small_sums.add_up(x)
         elif self.tp_group is not None:
@@ -75,9 +80,19 @@ class RankContext:
         self, ops: Ops, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Ops.add_rms_norm of the sum of x over the stage's ranks. x may be lost."""
-        if self.small_sums is not None and self.small_sums.take_rows(x_TD):
+        if not self.fixed_order and self.small_sums is not None and self.small_sums.take_rows(x_TD):
             return self.small_sums.add_rms_norm(x_TD, residual_TD, weight_D, eps)
         return ops.add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        if self.small_sums is not None and self.small_sums.take_pieces(x):
+            for piece in x.view(-1).split(self.small_sums.most_elements(x)):
+                self.small_sums.add_up(piece)
+            return x
+        assert self.tp_group is not None
+        parts = [torch.empty_like(x) for _ in range(self.layout.tp)]
+        _end(self.tp_group.allgather([parts], [x]))
+        return x.copy_(sum_over_ranks(parts))
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's equally shaped x on tp rank 0, in rank order; None on the others."""

@@ -25,7 +25,7 @@ class Transformer:
     def __init__(
         self, config: ModelConfig, context: RankContext, ops: Ops, dtype: torch.dtype, max_context_tokens: int
     ) -> None:
-        parts = Parts(context, dtype)
+        parts = Parts(context, ops, dtype)
         self._ops, self._context = ops, context
         self._eps = config.rms_norm_eps
         self.hidden_size = config.hidden_size

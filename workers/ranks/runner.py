@@ -6,7 +6,9 @@ ranks go only the sums inside layers, the residual stream from stage to stage, a
 stage.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -32,6 +34,8 @@ from workers.ranks.sampler import Draw, Drawn, Sampler
 from workers.ranks.staging import to_device
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # shown, on the rank that draws, each plan and float32 logits [rows that draw, vocabulary] before anything adjusts them
@@ -111,14 +115,21 @@ class Runner:
         progress: LoadProgress = no_progress,
     ) -> None:
         config, dtype = checkpoint.config, DTYPES[engine.dtype]
+        if engine.deterministic:
+            log.info(
+                "deterministic: no library's products or dense attention, no shares by the batch, sums in rank order"
+            )
         self.shape = config.shape
         self.slab = slab_of(config.shape, layout, rank, engine)
         self.num_blocks = num_blocks(config.shape, layout, engine)
         self.max_context_tokens = served_context(checkpoint, engine)
-        self._context = context
+        self._context = context = replace(context, fixed_order=engine.deterministic)
         self._engine = engine
         self._hidden_size, self._dtype = config.hidden_size, dtype
-        self._ops, self._num_heads = choose(context.device), config.num_heads // layout.tp
+        self._ops, self._num_heads = (
+            choose(context.device, deterministic=engine.deterministic),
+            config.num_heads // layout.tp,
+        )
         self._model = Transformer(config, context, self._ops, dtype, self.max_context_tokens)
         fill(checkpoint, self._model.wanted, progress)
         self.pool = KvPool(self.slab, self.num_blocks, dtype, context.device)
@@ -135,7 +146,9 @@ class Runner:
         self._sampler: Sampler | None = None
         if context.samples:
             self._sampler = Sampler(
-                engine.max_num_seqs, config.vocab_size, config.eos_ids, context.device, record_margins=record_margins
+                *(engine.max_num_seqs, config.vocab_size, config.eos_ids, context.device),
+                record_margins=record_margins,
+                deterministic=engine.deterministic,
             )
         self._observe = observe
         self._returning = Returning(context, self._rows)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headrace.values import SamplingParams, TokenLogprobs
 from kernels import noise
@@ -21,6 +22,7 @@ from workers.scheduling.plan import RowStart
 
 CANDIDATES = 1024
 LEAST_TEMPERATURE = 1e-30
+ALIGNMENT = 16  # logits
 
 
 class Draw(NamedTuple):
@@ -125,6 +127,7 @@ class Sampler:
         device: torch.device,
         *,
         record_margins: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self._rows: list[_Row | None] = [None] * max_num_seqs
         self._max_num_seqs = max_num_seqs
@@ -132,6 +135,7 @@ class Sampler:
         self._eos_ids = tuple(eos_ids)
         self._device = device
         self._record_margins = record_margins
+        self._deterministic = deterministic
         self._counts: Counts | None = None
         self._numbers = _Numbers(max_num_seqs)
         self._kernels = None if record_margins else choose_draws(device)
@@ -176,7 +180,7 @@ class Sampler:
         elif self._kernels is not None:
             token_ids_S = self._kernels.draw(adjusted_SV, self._numbers.of(draws, self._device))
         elif not random or len(random) == len(rows):
-            scores_SV = perturb(adjusted_SV, draws, [row.sampling for row in rows]) if random else adjusted_SV
+            scores_SV = self._perturb(adjusted_SV, draws, [row.sampling for row in rows]) if random else adjusted_SV
             token_ids_S, margins_S = self._largest(scores_SV)
         else:
             token_ids_S, margins_S = self._mixed(adjusted_SV, draws, rows, random)
@@ -212,7 +216,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """Greedy rows take the plain way, whatever their neighbours ask for."""
         greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
-        perturbed = perturb(logits_SV[random], [draws[i] for i in random], [rows[i].sampling for i in random])
+        perturbed = self._perturb(logits_SV[random], [draws[i] for i in random], [rows[i].sampling for i in random])
         parts = self._largest(perturbed), self._largest(logits_SV[greedy])
         token_ids_S = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         margins_S = torch.empty(len(rows), device=self._device) if self._record_margins else None
@@ -221,6 +225,21 @@ class Sampler:
             if margins_S is not None and their_margins_S is not None:
                 margins_S[where] = their_margins_S
         return token_ids_S, margins_S
+
+    def _perturb(self, logits_SV: Tensor, draws: Sequence[Draw], sampling: Sequence[SamplingParams]) -> Tensor:
+        """Row by row where who else draws must not matter: how sums are made, and which way is long enough, does."""
+        if not self._deterministic:
+            return perturb(logits_SV, draws, sampling)
+        rows = zip(logits_SV.split(1), draws, sampling, strict=True)
+        return torch.cat([perturb(row_1V, [draw], [asked]) for row_1V, draw, asked in rows])
+
+    def _log_softmax(self, logits_AV: Tensor) -> Tensor:
+        if not self._deterministic:
+            return logits_AV.log_softmax(-1)
+        # a GPU's sums begin where a row is aligned, a CPU's are cut up among all rows
+        aligned = functional.pad(logits_AV, (0, -logits_AV.shape[1] % ALIGNMENT), value=-torch.inf)
+        rows = aligned.split(1) if self._device.type == "cpu" else (aligned,)
+        return torch.cat([row.log_softmax(-1) for row in rows])[:, : logits_AV.shape[1]]
 
     def _largest(self, scores_SV: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self._record_margins:
@@ -237,7 +256,7 @@ class Sampler:
         if len(asked) < len(rows):
             asked_A = self._tensor(asked)
             logits_SV, token_ids_S = logits_SV[asked_A], token_ids_S[asked_A]
-        logprobs_AV = logits_SV.float().log_softmax(-1)
+        logprobs_AV = self._log_softmax(logits_SV.float())
         chosen_A = logprobs_AV.gather(1, token_ids_S.unsqueeze(1)).squeeze(1)
         most = max(count or 0 for count in counts)
         top = logprobs_AV.topk(min(most, logits_SV.shape[1]), -1)

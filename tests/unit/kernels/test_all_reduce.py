@@ -70,3 +70,8 @@ def test_ranks_on_one_gpu_are_refused_and_named(tmp_path: pathlib.Path) -> None:
         own_device_each(store, 2, 3, place)
     own_device_each(store, 2, 3, Place("another machine", "GPU-1"))
     own_device_each(store, 2, 3, Place("machine", "GPU-2"))
+
+
+def test_sums_in_a_fixed_order_are_the_same_whole_and_in_pieces(ranks: RankProcesses, tmp_path: pathlib.Path) -> None:
+    found = ranks.run(ParallelLayout(3, 1), sum_jobs.sums_in_order, str(tmp_path / "store"))
+    assert all(torch.equal(sums, found[0]) for sums in found)
