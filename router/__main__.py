@@ -22,10 +22,13 @@ from prometheus_client import Gauge
 from starlette.types import ASGIApp
 
 from headrace import metrics
-from headrace.clock import SystemClock
+from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig, load
 from headrace.errors import ConfigError, HeadraceError
+from headrace.logs import configure
+from headrace.otlp import open_spans
 from headrace.store import connect
+from headrace.tracing import Sampler
 from headrace.values import WorkerInfo
 from router.core import Core, running_core
 from router.decision_log import decision_log
@@ -37,6 +40,7 @@ from router.edge.validate import JobMaker
 from router.flight import Job
 from router.keyring import Keyring, load_keyring, read_keys
 from router.reports import reachable
+from router.spans import recorder
 from router.text.detokenize import TextStream
 from router.text.served import Models, load_models
 
@@ -67,19 +71,26 @@ async def serve(
             store = connect(config.redis.url, budget_seconds=config.redis.budget_seconds)
             ends.push_async_callback(store.close)
         note_decision = ends.enter_context(decision_log(config.router.decision_log, time.time))
+        router_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        clock, sampler = SystemClock(), Sampler(config.tracing.sample_fraction, secrets.randbits)
+        spans = open_spans(config.tracing.otlp_endpoint, clock, "headrace-router", router_id)
+        if spans is not None:
+            ends.push_async_callback(spans.close)
         core = await ends.enter_async_context(
             running_core(
                 config,
-                router_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+                router_id=router_id,
                 open_text=lambda job: _open_text(models, job),
                 http_address=reachable(config.router.host, http_socket.getsockname()[1]),
                 store=store,
                 workers=workers,
                 refuse=lambda info: _refuse(models, info),
+                clock=clock,
                 note_decision=note_decision,
+                record=recorder(spans, lambda: sampler.new_id(64), with_log=config.logs.requests),
             )
         )
-        edge = make_edge(config, models, core, keyring)
+        edge = make_edge(config, models, core, keyring, clock, sampler if spans is not None else None)
         loop = asyncio.get_running_loop()
         _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
@@ -99,16 +110,24 @@ async def serve(
             watching.cancel()
 
 
-def make_edge(config: ClusterConfig, models: Models, core: Core, keyring: Keyring) -> Edge:
+def make_edge(
+    config: ClusterConfig,
+    models: Models,
+    core: Core,
+    keyring: Keyring,
+    clock: Clock | None = None,
+    sampler: Sampler | None = None,
+) -> Edge:
     return Edge(
         models,
         JobMaker(config.limits, lambda: secrets.randbits(64), lambda: reach(core), core.tenancy),
         core.answers,
-        SystemClock(),
+        clock or SystemClock(),
         unready=lambda: unready(core),
         draw_id=lambda: secrets.token_hex(8),
         keyring=keyring,
         tenancy=core.tenancy,
+        sampler=sampler,
     )
 
 
@@ -215,9 +234,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(options.config)
+        configure(config.logs.format)
         if options.redis_url:
             config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": options.redis_url})})
         if options.api_keys_file:

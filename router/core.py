@@ -15,7 +15,7 @@ from router.decisions.admission import Admission, Rules
 from router.decisions.index import Index
 from router.decisions.quotas import QuotaRules, Quotas
 from router.decisions.tenants import Tenancy
-from router.flight import Job, TextStream
+from router.flight import Flight, Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
 from router.quota_leases import QuotaLeases
@@ -49,6 +49,7 @@ async def running_core(
     clock: Clock | None = None,
     randomness: random.Random | None = None,
     note_decision: Note = lambda key, decision: None,
+    record: Callable[[Flight, float], None] = lambda flight, now: None,
 ) -> AsyncIterator[Core]:
     """A running core; its tasks end with the block. `workers` are addresses that are sought beside those with a lease;
     without a store they are the only ones, and nothing is known of any cache. `http_address`: where others
@@ -77,6 +78,7 @@ async def running_core(
         request_seconds=config.limits.request_seconds,
         local_prefill_max_tokens=config.handoff.local_prefill_max_tokens,
         note_decision=note_decision,
+        record=record,
     )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(sessions.run(), name="sessions")]

@@ -1,11 +1,13 @@
 """One request on its way through the router: what came in, what became of it so far, and what its client gets. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 from headrace.errors import HeadraceError, InternalError
+from headrace.metrics import Stage
+from headrace.tracing import TraceContext
 from headrace.values import (
     FinishReason,
     Request,
@@ -18,9 +20,11 @@ from headrace.values import (
 )
 from router.decisions.admission import Entrant
 from router.decisions.caches import Prediction
-from router.decisions.placement import Decided, Placed, Why
+from router.decisions.placement import Decided, Placed
 from router.decisions.retry import Progress
 from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS, NO_TARGETS, Targets
+from router.explanations import Explanation, Failure, Recent, explained, reasons_of
+from router.stages import Marks, RequestTimeline, ttft_stages
 
 STATES = ("queued", "prefill", "decode")
 _REFUSALS = frozenset({"Overloaded", "Draining", "NoWorkers", "InvalidRequest", "ContextLengthExceeded"})
@@ -33,6 +37,7 @@ class Job:
     `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit. `continues`: the
     answer goes on from the prompt's own text, so that its first space belongs to it. `cache_salt` holds the tenant's domain
     already. `repeatable`: asked again, it may be answered with the same tokens (greedy, or with the client's own seed).
+    `arrived_at`: when its edge had the whole of it, by the router's clock; None: as it is streamed. `trace`: its span.
     """
 
     request_id: str
@@ -50,16 +55,8 @@ class Job:
     service_class: str = NO_CLASS
     targets: Targets = NO_TARGETS
     repeatable: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimeline:
-    """The worker's timeline and the router's own part."""
-
-    worker: Timeline
-    router_queue_seconds: float
-    decode_worker: str
-    attempts: int
+    arrived_at: float | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(slots=True)
@@ -77,79 +74,6 @@ class Piece:
     finish: str | None = None
     usage: Usage | None = None
     timeline: RequestTimeline | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What ended placement `placement` (counted from 0): which worker, and its error."""
-
-    placement: int
-    worker_id: str
-    error: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a request ran where it ran, an entry for each placement, and what became of it: how it ended, or its state while
-    it runs. `seconds` from its arrival on; TTFT and TPOT None where they never were. `worker_name`: its id among workers,
-    as their logs and Control.Describe have it."""
-
-    request_id: str
-    whys: tuple[Why, ...]
-    failures: tuple[Failure, ...]
-    outcome: str
-    usage: Usage
-    timeline: RequestTimeline
-    seconds: float
-    ttft_seconds: float | None
-    tpot_seconds: float | None
-    tenant: str = DEFAULT_TENANT
-    service_class: str = NO_CLASS
-    worker_name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """A request as a list of them has it: its explanation without the whys, but for the reason of each placement.
-    `seconds_ago`: since it ended; None while it runs."""
-
-    outline: Explanation
-    reasons: tuple[str, ...]
-    seconds_ago: float | None = None
-
-
-class Explanations:
-    """Owns the explanations of the last requests that ended, `limit` of them, by the ids that their edge gave them. The
-    whys are worked out of what was decided when somebody asks: each takes as long as a placement, and nearly all are
-    forgotten unread."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._by_id: dict[str, tuple[Explanation, tuple[Decided, ...], float]] = {}
-
-    def add(self, outline: Explanation, decided: Sequence[Decided], now: float) -> None:
-        self._by_id.pop(outline.request_id, None)
-        self._by_id[outline.request_id] = outline, tuple(decided), now
-        if len(self._by_id) > self._limit:
-            del self._by_id[next(iter(self._by_id))]
-
-    def find(self, request_id: str) -> Explanation | None:
-        found = self._by_id.get(request_id)
-        return _explained(found[0], found[1]) if found is not None else None
-
-    def latest(self, now: float) -> Iterator[Recent]:
-        """The last one that ended first."""
-        for outline, decided, ended_at in reversed(self._by_id.values()):
-            yield Recent(outline, reasons_of(decided), now - ended_at)
-
-
-def reasons_of(decided: Sequence[Decided]) -> tuple[str, ...]:
-    return tuple([its.reason for its in decided])
-
-
-def _explained(outline: Explanation, decided: Sequence[Decided]) -> Explanation:
-    return replace(outline, whys=tuple([its.why for its in decided]))
 
 
 class Delta(Protocol):
@@ -190,7 +114,7 @@ class Flight:
     def __init__(self, job: Job, key: RequestKey, open_text: Callable[[], TextStream], now: float) -> None:
         self.job = job
         self.key = key
-        self.began = now
+        self.marks = Marks(now if job.arrived_at is None else job.arrived_at, now)
         self.deadline = now
         self.entrant = Entrant(
             key.request_id,
@@ -210,7 +134,7 @@ class Flight:
         self.failures: list[Failure] = []
         self.outcome = "cancelled"
         self.cached_tokens = 0
-        self.first_token_at: float | None = None
+        self.stages: Mapping[Stage, float] = {}
         self.last_output_at: float | None = None
         self.waits_for_prefill = True
         self.num_uncounted = 0
@@ -243,8 +167,14 @@ class Flight:
 
     @property
     def handed_over_by(self) -> str:
-        """The prefill worker that the prompt's KV came from, "" when there was none; known at the end."""
+        """The prefill worker that the prompt's KV came from, "" when there was none; known from the first token on."""
         return self._worker_timeline.prefill_worker
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From its arrival on; None before a first token."""
+        first = self.marks.first_token
+        return None if first is None else first - self.marks.arrived
 
     @property
     def num_generated(self) -> int:
@@ -263,7 +193,9 @@ class Flight:
         return Usage(len(self.job.prompt_token_ids), completion, self.cached_tokens)
 
     def timeline(self) -> RequestTimeline:
-        return RequestTimeline(self._worker_timeline, self.queue_seconds, self.decode, self.key.attempt)
+        return RequestTimeline(
+            self._worker_timeline, self.queue_seconds, self.decode, self.key.attempt, {**self.stages}
+        )
 
     def failed(self, worker_id: str, error: HeadraceError) -> None:
         """A worker of the last placement did not do its part."""
@@ -272,20 +204,21 @@ class Flight:
 
     def tpot_seconds(self, now: float) -> float | None:
         """The mean until now; None before a second token."""
-        if self.first_token_at is None or self.num_generated <= self.job.n:
+        first = self.marks.first_token
+        if first is None or self.num_generated <= self.job.n:
             return None
-        return (now - self.first_token_at) / (self.num_generated / self.job.n - 1)
+        return (now - first) / (self.num_generated / self.job.n - 1)
 
     def verdict(self, now: float) -> str | None:
         """How it did by its targets: as Targets.judge, or "failed"; None of one that its client gave up."""
         if self.outcome == "cancelled":
             return None
-        if self.outcome != "finished" or self.first_token_at is None:
+        if self.outcome != "finished" or self.ttft_seconds is None:
             return "failed"
-        return self.job.targets.judge(self.first_token_at - self.began, self.tpot_seconds(now))
+        return self.job.targets.judge(self.ttft_seconds, self.tpot_seconds(now))
 
     def explanation(self, outcome: str, now: float) -> Explanation:
-        return _explained(self.outline(outcome, now), self.decided)
+        return explained(self.outline(outcome, now), self.decided)
 
     def running(self, now: float) -> Recent:
         return Recent(self.outline(self.state, now), reasons_of(self.decided))
@@ -299,8 +232,8 @@ class Flight:
             outcome,
             self.usage(),
             self.timeline(),
-            now - self.began,
-            self.first_token_at - self.began if self.first_token_at is not None else None,
+            now - self.marks.arrived,
+            self.ttft_seconds,
             self.tpot_seconds(now),
             self.job.tenant,
             self.job.service_class,
@@ -321,6 +254,8 @@ class Flight:
             self.cached_tokens = output.usage.cached_tokens
         if output.timeline is not None:
             self._worker_timeline = output.timeline
+        if not self.stages:
+            self.stages = ttft_stages(self.marks, self.queue_seconds, self._worker_timeline)
         sample = self._sample(output.index)
         num_new = len(output.token_ids)
         sample.num_generated += num_new
@@ -400,5 +335,5 @@ def _merged(outputs: list[SequenceOutput]) -> SequenceOutput:
         tuple(chain.from_iterable(output.logprobs for output in outputs)),
         last.finish,
         next((output.usage for output in outputs if output.usage is not None), None),
-        last.timeline,
+        next((output.timeline for output in reversed(outputs) if output.timeline is not None), None),
     )

@@ -22,11 +22,19 @@ _SLO = Counter(metrics.SLO, "Requests of a class with targets, by what they miss
 _SHARED = Counter(metrics.SHARED_ANSWERS, "Answers that cost no new tokens, and those kept.", ["tenant", "how"])
 _READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
 _IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["state"])
-_QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.")
-_TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.")
-_TPOT = Histogram(metrics.TPOT, "Mean seconds per token after the first.", buckets=[0.001 * 2**i for i in range(14)])
+_QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.", ["model"])
+_TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.", ["model"])
+_STAGES = Histogram(
+    metrics.TTFT_STAGE,
+    "Seconds of it in each stage; all stages together are it.",
+    ["model", "stage"],
+    buckets=[0.0005 * 2**i for i in range(16)],
+)
+_TPOT = Histogram(
+    metrics.TPOT, "Mean seconds per token after the first.", ["model"], buckets=[0.001 * 2**i for i in range(14)]
+)
 _ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
-_E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.")
+_E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.", ["model"])
 _PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
 _ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
 _ERROR = Gauge(
@@ -52,7 +60,7 @@ def shared(tenant: str, how: str) -> None:
 
 def waited(flight: Flight) -> None:
     """It is the request's turn."""
-    _QUEUE.observe(flight.queue_seconds)
+    _QUEUE.labels(flight.job.model).observe(flight.queue_seconds)
 
 
 def outputs(flight: Flight, now: float) -> None:
@@ -62,8 +70,13 @@ def outputs(flight: Flight, now: float) -> None:
     flight.last_output_at = now
 
 
-def first_token(seconds: float) -> None:
-    _TTFT.observe(seconds)
+def first_token(flight: Flight) -> None:
+    """Its worker has begun to answer."""
+    model, exemplar = flight.job.model, _exemplar(flight)
+    if flight.ttft_seconds is not None:
+        _TTFT.labels(model).observe(flight.ttft_seconds, exemplar)
+    for stage, seconds in flight.stages.items():
+        _STAGES.labels(model, stage).observe(seconds, exemplar)
 
 
 def truth(worker_id: str, predicted_tokens: int, found_tokens: int, error: float) -> None:
@@ -74,10 +87,11 @@ def truth(worker_id: str, predicted_tokens: int, found_tokens: int, error: float
 
 
 def finished(flight: Flight, now: float) -> None:
-    _E2E.observe(now - flight.began)
+    model, exemplar = flight.job.model, _exemplar(flight)
+    _E2E.labels(model).observe(now - flight.marks.arrived, exemplar)
     tpot_seconds = flight.tpot_seconds(now)
     if tpot_seconds is not None:
-        _TPOT.observe(tpot_seconds)
+        _TPOT.labels(model).observe(tpot_seconds, exemplar)
 
 
 def ended(flight: Flight, now: float) -> None:
@@ -85,7 +99,7 @@ def ended(flight: Flight, now: float) -> None:
     job = flight.job
     _REQUESTS.labels(job.model, flight.outcome).inc()
     usage = flight.usage()
-    if flight.first_token_at is not None:
+    if flight.ttft_seconds is not None:
         for kind, number in (
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
@@ -95,6 +109,12 @@ def ended(flight: Flight, now: float) -> None:
     verdict = flight.verdict(now)
     if job.targets and verdict is not None:
         _SLO.labels(job.service_class, verdict).inc()
+
+
+def _exemplar(flight: Flight) -> dict[str, str] | None:
+    """Where one of the observations can be looked at: only what is sent has something there."""
+    trace = flight.job.trace
+    return {"trace_id": trace.trace} if trace is not None and trace.sampled else None
 
 
 def forget(worker_id: str) -> None:

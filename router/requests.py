@@ -23,9 +23,11 @@ from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.record import Decision
 from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
 from router.decisions.view import View, Views
-from router.flight import Explanation, Explanations, Flight, Job, Piece, Recent, RequestTimeline, TextStream
+from router.explanations import Explanation, Explanations, Recent
+from router.flight import Flight, Job, Piece, TextStream
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
+from router.stages import RequestTimeline
 from router.tally import Tally
 from router.turns import Turns
 
@@ -58,6 +60,7 @@ class Requests:
         request_seconds: float,
         local_prefill_max_tokens: int,
         note_decision: Note = lambda key, decision: None,
+        record: Callable[[Flight, float], None] = lambda flight, now: None,
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
@@ -69,6 +72,7 @@ class Requests:
         self._request_seconds = request_seconds
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._note_decision = note_decision
+        self._record = record
         self._ledger = Ledger()
         self._health = Health()
         self._views = Views(self._ledger, self._health)
@@ -116,7 +120,7 @@ class Requests:
     def recent(self) -> Iterator[Recent]:
         """Those that run, from the oldest on, then those that ended, from the last on: as many as are remembered."""
         now = self._clock.now()
-        for flight in sorted(self._flights, key=lambda flight: flight.began):
+        for flight in sorted(self._flights, key=lambda flight: flight.marks.began):
             yield flight.running(now)
         yield from self._explanations.latest(now)
 
@@ -171,7 +175,7 @@ class Requests:
         seconds = self._request_seconds
         if flight.job.seconds_left is not None:
             seconds = min(seconds, flight.job.seconds_left)
-        flight.deadline = flight.began + seconds
+        flight.deadline = flight.marks.began + seconds
         flight.entrant = replace(flight.entrant, seconds_left=seconds)
         error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
         return asyncio.get_running_loop().call_later(seconds, self._expire, flight, mailbox, error)
@@ -184,7 +188,7 @@ class Requests:
     async def _admit(self, flight: Flight) -> None:
         """Returns when it is the request's turn."""
         await self._turns.enter(flight.entrant, partial(self._uncached_tokens, flight))
-        flight.queue_seconds = self._clock.now() - flight.began
+        flight.queue_seconds = self._clock.now() - flight.marks.began
         measures.waited(flight)
 
     def _uncached_tokens(self, flight: Flight) -> int:
@@ -209,6 +213,7 @@ class Requests:
                 self._note_placed(flight, placed)
                 request = flight.request(self._clock.now(), self._local_prefill_max_tokens)
                 session.submit(request, mailbox)
+                flight.marks.submit(self._clock.now())
 
     def _nobody(self, job: Job, reason: str) -> HeadraceError:
         if reason != "context":
@@ -233,7 +238,9 @@ class Requests:
             decode=decode,
             excluded=flight.excluded,
             tie=self._random.random(),
-            ttft_seconds=targets.ttft_seconds - (now - flight.began) if targets.ttft_seconds is not None else None,
+            ttft_seconds=targets.ttft_seconds - (now - flight.marks.arrived)
+            if targets.ttft_seconds is not None
+            else None,
             tpot_seconds=targets.tpot_seconds,
         )
         placement = place(ask, view, now)
@@ -265,10 +272,13 @@ class Requests:
     def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
         """The client's pieces of what its worker said."""
         now = self._clock.now()
+        first = flight.marks.first_token is None
         if flight.waits_for_prefill:
             self._note_first_token(flight, now)
         measures.outputs(flight, now)
         pieces = flight.relay(outputs)
+        if first:
+            measures.first_token(flight)
         if flight.stopped:
             self._stop_samples(flight)
         if flight.num_uncounted >= COUNT_EVERY_TOKENS:
@@ -289,9 +299,8 @@ class Requests:
         self._ledger.first_token(flight.key.request_id)
         if flight.prediction is not None and flight.placed is not None:
             self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, now)
-        if flight.first_token_at is None:
-            flight.first_token_at = now
-            measures.first_token(now - flight.began)
+        if flight.marks.first_token is None:
+            flight.marks.first_token = now
 
     def _place_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
@@ -361,6 +370,7 @@ class Requests:
         self._explanations.add(flight.outline(flight.outcome, now), flight.decided, now)
         measures.ended(flight, now)
         self._tally.finished(flight, now)
+        self._record(flight, now)
 
     def _let_go(self, flight: Flight, ended_by_worker: bool) -> None:
         """Its worker is rid of it, and its place is free, though its client may not have read it all: one that reads

@@ -21,7 +21,8 @@ from headrace.errors import DeadlineExceeded, Draining, HeadraceError, InternalE
 from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
-from router.flight import Explanation, Job, Piece, Recent
+from router.explanations import Explanation, Recent
+from router.flight import Job, Piece
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ def _whole(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         last = parts[-1]
         timeline = last.timeline
         if timeline is not None:
-            timeline = replace(timeline, worker=Timeline(), router_queue_seconds=0.0)
+            timeline = replace(timeline, worker=Timeline(), router_queue_seconds=0.0, ttft_stages={})
         whole.append(
             Piece(
                 index,

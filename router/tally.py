@@ -37,11 +37,11 @@ class Tally:
         """The request is over, whichever way."""
         self.ended += 1
         self.generated_tokens += flight.num_generated
-        if flight.first_token_at is not None:
+        if flight.ttft_seconds is not None:
             cached = flight.cached_tokens
             self.cached_tokens += cached
             self.computed_tokens += len(flight.job.prompt_token_ids) - cached
-            self.ttft_seconds += flight.first_token_at - flight.began
+            self.ttft_seconds += flight.ttft_seconds
         if flight.outcome == "finished":
             self.pairs[flight.handed_over_by, flight.decode] += 1
         verdict = flight.verdict(now)
@@ -73,7 +73,7 @@ class Tally:
             in_flight=len(flights) - len(waiting),
             queued=len(waiting),
             queued_tokens=sum(len(flight.job.prompt_token_ids) for flight in waiting),
-            oldest_queued_seconds=max((now - flight.began for flight in waiting), default=0.0),
+            oldest_queued_seconds=max((now - flight.marks.began for flight in waiting), default=0.0),
             ttft_seconds=self.ttft_seconds,
             classes=classes,
             pairs=dict(nlargest(MAX_PAIRS, self.pairs.items(), key=lambda item: item[1])),

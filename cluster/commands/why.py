@@ -13,13 +13,26 @@ from rich.text import Text
 
 from cluster.commands.status import read
 from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
+from headrace.metrics import Stage
 from router.decisions.codec import decode
 from router.decisions.placement import Candidate, Pair, Why
-from router.flight import Explanation
+from router.explanations import Explanation
 
 BUDGET_SECONDS = 5.0
 TABLE_WIDTH = 120  # a table in a file or a pipe is not cut
 MAX_ROWS = 16
+STAGES = {
+    Stage.EDGE: "edge: checked and tokenised",
+    Stage.QUEUE: "queue in the router",
+    Stage.PLACEMENT: "placed and submitted",
+    Stage.RETRY: "attempts that failed",
+    Stage.WORKER_QUEUE: "queue at the first worker",
+    Stage.TICKET_WAIT: "ticket's wait at the prefill worker",
+    Stage.PREFILL: "prefill",
+    Stage.TRANSFER: "hand-off, not hidden",
+    Stage.JOIN: "joined to the batch",
+    Stage.FIRST_TOKEN: "first token: wire and relay",
+}
 
 
 @click.command(name="why")
@@ -194,7 +207,10 @@ def _outcome(explanation: Explanation) -> Table:
             table.add_row(name, predicted, actual if finished else "")
         table.add_row("TTFT at the workers", _ms(chosen.ttft_seconds), "")
         table.add_row("TPOT", _ms(chosen.tpot_seconds), _ms(explanation.tpot_seconds))
-    table.add_row("queue in the router", "", _ms(timeline.router_queue_seconds))
+    if not timeline.ttft_stages:
+        table.add_row("queue in the router", "", _ms(timeline.router_queue_seconds))
+    for stage, seconds in timeline.ttft_stages.items():
+        table.add_row(f"  {STAGES[Stage(stage)]}", "", _ms(seconds))
     table.add_row("TTFT from its arrival on", "", _ms(explanation.ttft_seconds))
     table.add_row("in all", "", _ms(explanation.seconds))
     table.add_row("attempts", "", str(timeline.attempts))

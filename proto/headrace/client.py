@@ -9,7 +9,7 @@ Errors are those of headrace.errors, as the router raised them. Closing an itera
 
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +38,7 @@ _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 @dataclass(frozen=True, slots=True)
 class Path:
     """Where a request went, and how long it was where; durations in seconds. `prefill_worker` is empty when the decode
-    worker prefilled alone."""
+    worker prefilled alone. `ttft_stages` sum to the TTFT as the router measured it."""
 
     router_queue_seconds: float
     worker_queue_seconds: float
@@ -51,6 +51,7 @@ class Path:
     bytes_moved: int
     num_preemptions: int
     attempts: int
+    ttft_stages: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,8 @@ def _part(message: inference_pb2.GenerateResponse) -> Part:
     if message.HasField("usage"):
         usage = Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens)
     if message.HasField("timeline"):
-        path = Path(**{name: getattr(message.timeline, name) for name in Path.__slots__})
+        its = message.timeline
+        path = Path(**{name: getattr(its, name) for name in Path.__slots__} | {"ttft_stages": dict(its.ttft_stages)})
     return Part(
         request_id=message.request_id,
         index=message.index,

@@ -41,6 +41,12 @@ class PoolConfig(_Section):
     tp: int = Field(default=1, ge=1, le=64)
     pp: int = Field(default=1, ge=1, le=64)
     rank_resources: RankResources | None = Field(default=None, min_length=1)
+    gpu_hour_price: float | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="of one of its GPUs, in whatever currency: what tokens cost is measured",
+    )
 
     @property
     def layout(self) -> ParallelLayout:
@@ -226,6 +232,25 @@ class RouterConfig(_Section):
     decision_log: DecisionLogConfig = DecisionLogConfig()
 
 
+class TracingConfig(_Section):
+    """Spans of requests, by OpenTelemetry (the extra `tracing`). A caller's own traceparent says whether his request is
+    traced; of the others it is `sample_fraction`."""
+
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(grpc|http|https)://[^/\s]+(/\S*)?$",
+        description="null: off; grpc://HOST:4317, or http(s)://HOST:4318 (protobuf, at /v1/traces)",
+    )
+    sample_fraction: float = Field(default=0.01, ge=0, le=1)
+
+
+class LogsConfig(_Section):
+    """What processes write to stderr."""
+
+    format: Literal["text", "json"] = Field(default="text", description="json: an object a line, with the request's id")
+    requests: bool = Field(default=False, description="routers say a line for each request that ended")
+
+
 class RedisConfig(_Section):
     """`url`: redis(s)://host:port/db, or redis(s)+sentinel://host:port,…/SERVICE/db. `embedded_port`: where the embedded
     Valkey listens when `url` is null; when it is taken, a free one is chosen."""
@@ -272,6 +297,8 @@ class ClusterConfig(_Section):
     admission: AdmissionConfig = AdmissionConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     console: ConsoleConfig = ConsoleConfig()
+    tracing: TracingConfig = TracingConfig()
+    logs: LogsConfig = LogsConfig()
     fault_hooks: bool = False
 
     @property

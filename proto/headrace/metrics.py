@@ -4,15 +4,41 @@ Every name is defined once here and registered where it is measured. Labels are 
 of reasons, configured tenants and classes, and the served model's name; what a client chose never becomes a label.
 """
 
+from enum import StrEnum
 from typing import Final
 
-REQUESTS: Final = "headrace_requests_total"  # router; outcome
+
+class Stage(StrEnum):
+    """Where the time to the first token went: together they are the TTFT. A span of a trace is named `headrace.STAGE`."""
+
+    EDGE = "edge"  # router: from the whole request to a validated one, tokenised
+    QUEUE = "queue"  # router: until it was its turn
+    PLACEMENT = "placement"  # router: until it was submitted to a decode worker
+    RETRY = "retry"  # router and decode worker: spent on attempts that failed
+    WORKER_QUEUE = "worker_queue"  # decode worker: until it began, or until its ticket went
+    TICKET_WAIT = "ticket_wait"  # prefill worker: until the ticket's prompt began
+    PREFILL = "prefill"  # whoever computed the prompt
+    TRANSFER = "transfer"  # decode worker: what the hand-off added to the prefill worker's own time
+    JOIN = "join"  # decode worker: until the sequence was in the batch
+    FIRST_TOKEN = "first_token"  # the rest: the wire in both directions, and the relay
+
+
+SPAN_REQUEST: Final = "headrace.request"  # router; from arrival to end, parent of the stages'
+SPAN_DECODE: Final = "headrace.decode"  # router; from the first token to the end
+
+
+def span_of(stage: Stage) -> str:
+    return f"headrace.{stage}"
+
+
+REQUESTS: Final = "headrace_requests_total"  # router; model, outcome
 ANSWERS: Final = "headrace_answers_total"  # router; model, outcome
-TTFT: Final = "headrace_ttft_seconds"  # router
-TPOT: Final = "headrace_tpot_seconds"  # router
+TTFT: Final = "headrace_ttft_seconds"  # router; model
+TTFT_STAGE: Final = "headrace_ttft_stage_seconds"  # router; model, stage
+TPOT: Final = "headrace_tpot_seconds"  # router; model
 ITL: Final = "headrace_itl_seconds"  # router; model
-E2E: Final = "headrace_e2e_seconds"  # router
-ROUTER_QUEUE: Final = "headrace_router_queue_seconds"  # router
+E2E: Final = "headrace_e2e_seconds"  # router; model
+ROUTER_QUEUE: Final = "headrace_router_queue_seconds"  # router; model
 DECISIONS_LOGGED: Final = "headrace_decisions_logged_total"  # router
 DECISIONS_DROPPED: Final = "headrace_decisions_dropped_total"  # router; reason
 PLACEMENTS: Final = "headrace_placements_total"  # router; why

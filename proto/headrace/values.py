@@ -298,7 +298,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where a request's time went on its workers, in seconds of duration."""
+    """Where a request's time went on its workers, in seconds of duration, each by one process' clock.
+
+    Alone: queue + prefill. Handed over: claim (on the decode worker, until its ticket went) + queue + prefill (both on the
+    prefill worker) + transfer_exposed (what else there was until all blocks were in) + join (until it was in the batch).
+    `retry`: spent before that on hand-offs that failed. All of these are the time until the first token."""
 
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -308,6 +312,15 @@ class Timeline:
     blocks_moved: int = 0
     bytes_moved: int = 0
     num_preemptions: int = 0
+    claim_seconds: float = 0.0
+    join_seconds: float = 0.0
+    retry_seconds: float = 0.0
+
+    @property
+    def ttft_seconds(self) -> float:
+        """From the request's arrival on its decode worker to its first token there."""
+        hand_off = self.claim_seconds + self.transfer_exposed_seconds + self.join_seconds
+        return self.retry_seconds + self.queue_seconds + self.prefill_seconds + hand_off
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from prometheus_client import Counter
 from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, RequestCancelled
+from headrace.tracing import Sampler, TraceContext
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
@@ -83,7 +84,8 @@ class Relay:
 class Edge:
     """One per router. Owns which requests are in flight and whether new ones are taken.
 
-    `unready` says why no request could be served just now, or None. `draw_id` gives a new short id.
+    `unready` says why no request could be served just now, or None. `draw_id` gives a new short id. `sampler` None: nothing
+    is traced.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Edge:
         draw_id: Callable[[], str],
         keyring: Keyring,
         tenancy: Tenancy,
+        sampler: Sampler | None = None,
     ) -> None:
         self.models = models
         self._jobs = jobs
@@ -106,6 +109,7 @@ class Edge:
         self._draw_id = draw_id
         self._keyring = keyring
         self._tenants = tenancy.tenants
+        self._sampler = sampler
         self._relays: set[Relay] = set()
         self._draining = False
         self._aside = asyncio.Semaphore(MAX_ASIDE)
@@ -119,6 +123,18 @@ class Edge:
     def new_id(self, client_id: str = "") -> str:
         """The id of a request: the client's own, else a new one. Between processes it has a name of the router's."""
         return check_client_id(client_id) or self._draw_id()
+
+    def now(self) -> float:
+        """The router's clock: when a request is whole, its time begins."""
+        return self._clock.now()
+
+    def enter_trace(self, traceparent: str) -> TraceContext | None:
+        """The span of a request that comes with such a header; None while nothing is traced."""
+        return self._sampler.enter(traceparent) if self._sampler is not None else None
+
+    def another(self, trace: TraceContext | None) -> TraceContext | None:
+        """For the second of several prompts in one call."""
+        return self._sampler.another(trace) if self._sampler is not None and trace is not None else None
 
     def max_context_tokens(self, model: ServedModel) -> int:
         return self._jobs.max_context_tokens(model)

@@ -14,11 +14,12 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.client import ERROR_KEY, NUMBERS_KEY, RETRY_KEY
 from headrace.errors import ConfigError, HeadraceError, InternalError, Meaning, meaning
+from headrace.logs import serving
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.decisions.tenants import Tenant
 from router.edge.common import Edge, encode
 from router.edge.json_input import parse_json
-from router.edge.validate import CLASS_HEADER, Asked, Envelope, check_text, check_token_ids
+from router.edge.validate import CLASS_HEADER, TRACE_HEADER, Asked, Envelope, check_text, check_token_ids
 from router.requests import Job, Piece
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -38,11 +39,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         try:
             with self._edge.counted(request.model):
-                tenant = self._authorise(context)
+                envelope = await self._envelope(request, context)
                 prompt: Any = list(request.tokens.ids) if request.WhichOneof("prompt") == "tokens" else request.text
-                job = await self._edge.prompt_job(
-                    request.model, prompt, asked(request), self._envelope(request, context, tenant)
-                )
+                job = await self._edge.prompt_job(request.model, prompt, asked(request), envelope)
                 await self._answer(job, context)
         except Exception as error:
             await abort(context, error)
@@ -50,14 +49,14 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> None:
         try:
             with self._edge.counted(request.model):
-                tenant = self._authorise(context)
+                envelope = await self._envelope(request, context)
                 job = await self._edge.chat_job(
                     request.model,
                     await self._json("messages_json", request.messages_json),
                     await self._json("tools_json", request.tools_json),
                     await self._json("chat_template_kwargs_json", request.chat_template_kwargs_json),
                     asked(request),
-                    self._envelope(request, context, tenant),
+                    envelope,
                 )
                 await self._answer(job, context)
         except Exception as error:
@@ -116,14 +115,23 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     def _authorise(self, context: Any) -> Tenant:
         return self._edge.authorise(_metadata(context).get("authorization"))
 
-    def _envelope(self, request: Any, context: Any, tenant: Tenant) -> Envelope:
-        metadata = _metadata(context)
+    async def _envelope(self, request: Any, context: Any) -> Envelope:
+        """Who asks, and what comes beside it. The span of the answer goes back at once, where there is one."""
+        arrived_at, metadata = self._edge.now(), _metadata(context)
+        tenant = self._authorise(context)
+        trace = self._edge.enter_trace(metadata.get("traceparent", ""))
+        if trace is not None:
+            await context.send_initial_metadata(((TRACE_HEADER, trace.traceparent),))
+        request_id = self._edge.new_id(request.request_id)
+        serving(request_id, trace)
         return Envelope(
-            request_id=self._edge.new_id(request.request_id),
+            request_id=request_id,
             tenant=tenant,
             seconds_left=context.time_remaining(),
             traceparent=metadata.get("traceparent", ""),
             service_class=metadata.get(CLASS_HEADER),
+            arrived_at=arrived_at,
+            trace=trace,
         )
 
 
@@ -209,7 +217,7 @@ def response(job: Job, piece: Piece) -> inference_pb2.GenerateResponse:
         pb.timeline.CopyFrom(
             inference_pb2.Timeline(
                 router_queue_seconds=piece.timeline.router_queue_seconds,
-                worker_queue_seconds=worker.queue_seconds,
+                worker_queue_seconds=worker.claim_seconds + worker.queue_seconds,
                 prefill_seconds=worker.prefill_seconds,
                 transfer_exposed_seconds=worker.transfer_exposed_seconds,
                 decode_seconds=worker.decode_seconds,
@@ -219,6 +227,7 @@ def response(job: Job, piece: Piece) -> inference_pb2.GenerateResponse:
                 bytes_moved=worker.bytes_moved,
                 num_preemptions=worker.num_preemptions,
                 attempts=piece.timeline.attempts,
+                ttft_stages=piece.timeline.ttft_stages,
             )
         )
     return pb

@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from prometheus_client import generate_latest
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, InvalidRequest
+from headrace.logs import serving
 from router.decisions.codec import encode
 from router.edge import sse
 from router.edge.common import Edge
@@ -28,7 +30,7 @@ from router.edge.http_errors import error_body, error_response, http_error_respo
 from router.edge.openai_models import ChatBody, CompletionBody
 from router.edge.openai_replies import ChatReply, CompletionReply, Head, Reply
 from router.edge.together import together
-from router.edge.validate import CLASS_HEADER, TIMEOUT_HEADER, Envelope, check_seconds
+from router.edge.validate import CLASS_HEADER, TIMEOUT_HEADER, TRACE_HEADER, Envelope, check_seconds
 from router.requests import Job, Piece
 from router.text.served import ServedModel
 
@@ -83,7 +85,9 @@ class OpenAi:
         return PlainTextResponse("ready\n" if reason is None else f"{reason}\n", 200 if reason is None else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """As the scraper asks: OpenMetrics has exemplars, which lead to a trace."""
+        generate, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(generate(REGISTRY), media_type=content_type)
 
     async def why(self, request: Request) -> Response:
         """One request's way, as numbers: lengths, workers, seconds; nothing of its text. Yet it is one client's, so where
@@ -130,7 +134,7 @@ class OpenAi:
                 body.template_tools(),
                 body.chat_template_kwargs,
                 body.asked(),
-                _envelope(request),
+                self._envelope(request),
             )
         model = self._edge.models.get(body.model)
         head = self._head(CHAT_PREFIX, job.request_id, model)
@@ -141,10 +145,10 @@ class OpenAi:
         body = await self._parsed(CompletionBody, request)
         with self._edge.counted(body.model, refusals_only=True):
             model = self._edge.models.get(body.model)
-            envelope, asked = _envelope(request), body.asked()
+            envelope, asked = self._envelope(request), body.asked()
             prompts = _prompts(body.prompt)
             jobs = [
-                await self._edge.prompt_job(body.model, prompt, asked, _numbered(envelope, position, len(prompts)))
+                await self._edge.prompt_job(body.model, prompt, asked, self._numbered(envelope, position, len(prompts)))
                 for position, prompt in enumerate(prompts)
             ]
             if len(jobs) * jobs[0].n > MAX_CHOICES:
@@ -164,6 +168,7 @@ class OpenAi:
 
     async def _parsed(self, kind: type[B], request: Request) -> B:
         body = await self._body(request)
+        request.scope["headrace.arrived_at"] = self._edge.now()  # a slow client's time is its own
         return await self._edge.parse(kind.parse, body, size=len(body))
 
     async def _body(self, request: Request) -> bytes:
@@ -189,6 +194,24 @@ class OpenAi:
             model=model.name,
             fingerprint=f"fp_{model.revision[:12]}",
         )
+
+    def _envelope(self, request: Request) -> Envelope:
+        timeout = request.headers.get(TIMEOUT_HEADER)
+        return Envelope(
+            request_id=request.scope["headrace.request_id"],
+            tenant=request.scope["headrace.tenant"],
+            seconds_left=check_seconds(TIMEOUT_HEADER, timeout) if timeout is not None else None,
+            traceparent=request.headers.get("traceparent", ""),
+            service_class=request.headers.get(CLASS_HEADER),
+            arrived_at=request.scope["headrace.arrived_at"],
+            trace=request.scope["headrace.trace"],
+        )
+
+    def _numbered(self, envelope: Envelope, position: int, num_prompts: int) -> Envelope:
+        if num_prompts == 1:
+            return envelope
+        trace = self._edge.another(envelope.trace) if position else envelope.trace
+        return replace(envelope, request_id=f"{envelope.request_id}-{position}", trace=trace)
 
     async def _answer(self, send: Send, body: ChatBody | CompletionBody, jobs: list[Job], reply: Reply) -> None:
         """Writes the whole answer. Counted here, whichever way it ends; nothing but cancellation leaves it."""
@@ -260,7 +283,8 @@ class OpenAi:
 
 
 class _Gate:
-    """In front of /v1: the API key, and X-Request-Id on every answer. The rest is open to probes and scrapers."""
+    """In front of /v1: the API key, and X-Request-Id on every answer, with its span where it has one. The rest is open to
+    probes and scrapers."""
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
         self._app = app
@@ -279,31 +303,18 @@ class _Gate:
             await error_response(error)(scope, receive, send)
             return
         scope["headrace.request_id"], scope["headrace.tenant"] = request_id, tenant
-        shown = (b"x-request-id", (given or request_id).encode("latin-1"))
+        scope["headrace.trace"] = trace = self._edge.enter_trace(headers.get(b"traceparent", ""))
+        serving(request_id, trace)
+        shown = [(b"x-request-id", (given or request_id).encode("latin-1"))]
+        if trace is not None:
+            shown.append((TRACE_HEADER.encode(), trace.traceparent.encode()))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], shown]}
+                message = {**message, "headers": [*message["headers"], *shown]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def _envelope(request: Request) -> Envelope:
-    timeout = request.headers.get(TIMEOUT_HEADER)
-    return Envelope(
-        request_id=request.scope["headrace.request_id"],
-        tenant=request.scope["headrace.tenant"],
-        seconds_left=check_seconds(TIMEOUT_HEADER, timeout) if timeout is not None else None,
-        traceparent=request.headers.get("traceparent", ""),
-        service_class=request.headers.get(CLASS_HEADER),
-    )
-
-
-def _numbered(envelope: Envelope, position: int, num_prompts: int) -> Envelope:
-    if num_prompts == 1:
-        return envelope
-    return replace(envelope, request_id=f"{envelope.request_id}-{position}")
 
 
 def _prompts(prompt: Any) -> Sequence[Any]:

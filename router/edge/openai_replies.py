@@ -230,5 +230,6 @@ def _timeline(timeline: RequestTimeline) -> Json:
         "router_queue_seconds": timeline.router_queue_seconds,
         "decode_worker": timeline.decode_worker,
         "attempts": timeline.attempts,
+        "ttft_stages": dict(timeline.ttft_stages),
         **asdict(timeline.worker),
     }

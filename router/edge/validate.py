@@ -10,15 +10,16 @@ from typing import Any
 
 from headrace.config import LimitsConfig
 from headrace.errors import ContextLengthExceeded, InvalidRequest
+from headrace.tracing import MAX_TRACEPARENT_CHARACTERS, TraceContext
 from headrace.values import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
 from router.decisions.tenants import EVERYONE, MAX_PRIORITY, Tenancy, Tenant
 from router.requests import Job
 from router.text.served import ServedModel
 
 TIMEOUT_HEADER, CLASS_HEADER = "x-headrace-timeout", "x-headrace-class"  # gRPC: metadata; a call has its own deadline
+TRACE_HEADER = "traceresponse"  # W3C: the span that the answer is of
 MAX_SALT_CHARACTERS = 256
 MAX_ID_CHARACTERS = 128
-MAX_TRACEPARENT_CHARACTERS = 256
 MAX_SECONDS = 86_400
 SEEDS = 2**64
 
@@ -52,13 +53,15 @@ class Asked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What comes beside a request: the router's id for it, who asks, time left, the trace it belongs to, and the class that
-    a header names, which the request's own word overrules."""
+    a header names, which the request's own word overrules. `trace`: its own span, where it is traced."""
 
     request_id: str
     tenant: Tenant = EVERYONE
     seconds_left: float | None = None
     traceparent: str = ""
     service_class: str | None = None
+    arrived_at: float | None = None
+    trace: TraceContext | None = None
 
 
 class JobMaker:
@@ -121,12 +124,14 @@ class JobMaker:
             priority=_priority(asked.priority, tenant),
             cache_salt=tenant.salt(_salt(asked.cache_salt)),
             seconds_left=envelope.seconds_left,
-            traceparent=envelope.traceparent if len(envelope.traceparent) <= MAX_TRACEPARENT_CHARACTERS else "",
+            traceparent=envelope.trace.traceparent if envelope.trace is not None else _passed_on(envelope.traceparent),
             continues=continues,
             tenant=tenant.name,
             service_class=service_class,
             targets=targets,
             repeatable=sampling.temperature == 0 or asked.seed is not None,
+            arrived_at=envelope.arrived_at,
+            trace=envelope.trace,
         )
 
     def check_room(self, model: ServedModel, num_prompt_tokens: int) -> None:
@@ -161,6 +166,10 @@ class JobMaker:
         if asked is None:
             return self._draw_seed()
         return _integer("seed", asked, -(SEEDS // 2), SEEDS - 1) % SEEDS
+
+
+def _passed_on(traceparent: str) -> str:
+    return traceparent if len(traceparent) <= MAX_TRACEPARENT_CHARACTERS else ""
 
 
 _NUMBERS = (

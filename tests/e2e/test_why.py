@@ -15,7 +15,7 @@ from headrace import metrics
 from headrace.values import Usage
 from router.decisions.codec import decode
 from router.decisions.record import from_line
-from router.flight import Explanation
+from router.explanations import Explanation
 from tests.e2e.routers import running_router
 from tests.tiny import make_checkpoint
 from tests.worker_process import a_worker_process

@@ -100,16 +100,18 @@ class Puller:
             ahead = link.awaits_steps and request.sampling.max_tokens > 1
             ticket = Ticket(left, expected.held_blocks, router_id, offered, ahead)
             link.send(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
+            asked_at = self._engine.clock.now()
+            self._engine.scheduler.incoming.note_transfer(key, target.worker_id, asked_at=asked_at)
             announced = Announced(expected)
             while True:
                 todo = announced.take(await self._next(talk))
-                heard_at = self._engine.clock.now()
+                landed_at = self._engine.clock.now()
                 if todo.last is not None and (outputs := self._finish_early(key, target, todo.last)) is not None:
                     return outputs
                 if todo.blocks:
-                    await self._read(link, ranks, key, todo)
+                    landed_at = await self._read(link, ranks, key, todo)
                 if todo.last is not None:
-                    return self._arrive(key, target, todo.last, self._engine.clock.now() - heard_at)
+                    return self._arrive(key, target, todo.last, landed_at)
 
     # -- claims
 
@@ -154,7 +156,8 @@ class Puller:
                 seconds=self._transfer_seconds,
             ) from None
 
-    async def _read(self, link: PeerLink, ranks: PeerRanks, key: RequestKey, todo: ToRead) -> None:
+    async def _read(self, link: PeerLink, ranks: PeerRanks, key: RequestKey, todo: ToRead) -> float:
+        """When all of it was in."""
         targets = await self._allocate(key, len(todo.blocks))
         async with link.reading:
             await self._reads.meet_faults(todo.first_block, len(todo.blocks))
@@ -165,11 +168,13 @@ class Puller:
                 if not link.alive:
                     raise
                 receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
+        landed_at = self._engine.clock.now()
         self._engine.scheduler.incoming.landed(key, len(targets))
         self._engine.scheduler.incoming.note_transfer(
             key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes
         )
         link.num_bytes += receipt.num_bytes
+        return landed_at
 
     async def _allocate(self, key: RequestKey, num_blocks: int) -> tuple[tuple[int, int], ...]:
         try:
@@ -198,10 +203,10 @@ class Puller:
         return outputs
 
     def _arrive(
-        self, key: RequestKey, target: PrefillTarget, last: ChunkDone, exposed_seconds: float
+        self, key: RequestKey, target: PrefillTarget, last: ChunkDone, landed_at: float
     ) -> list[SequenceOutput]:
         scheduler = self._engine.scheduler
-        scheduler.incoming.note_transfer(key, target.worker_id, exposed_seconds=exposed_seconds)
+        scheduler.incoming.note_transfer(key, target.worker_id, landed_at=landed_at)
         outputs = scheduler.incoming.arrive(key, last.first_tokens, last.cached_tokens, self._engine.clock.now())
         self.num_handoffs += 1
         self._engine.changed()

@@ -123,9 +123,10 @@ class Incoming:
         *,
         blocks: int = 0,
         num_bytes: int = 0,
-        exposed_seconds: float = 0.0,
         queue_seconds: float = 0.0,
         prefill_seconds: float = 0.0,
+        asked_at: float | None = None,
+        landed_at: float | None = None,
     ) -> None:
         """Adds to the hand-off's part of the request's timeline. Unknown keys are ignored (it may just have ended)."""
         state = self._requests.get(key)
@@ -134,9 +135,10 @@ class Incoming:
             transfer.prefill_worker = worker
             transfer.num_blocks += blocks
             transfer.num_bytes += num_bytes
-            transfer.exposed_seconds += exposed_seconds
             transfer.queue_seconds += queue_seconds
             transfer.prefill_seconds += prefill_seconds
+            transfer.asked_at = transfer.asked_at if asked_at is None else asked_at
+            transfer.landed_at = transfer.landed_at if landed_at is None else landed_at
 
     def arrive(
         self, key: RequestKey, first_tokens: Sequence[FirstToken], cached_tokens: int, now: float
@@ -178,13 +180,13 @@ class Incoming:
     def fall_back(self, key: RequestKey, new_key: RequestKey, now: float) -> None:
         """The hand-off failed, or was not worth it: the request is computed here, under its new attempt. Blocks whose
         content is known to be right (held, or landed) stay in the cache; the rest are freed."""
-        self._begin_again(key, new_key).kind = Kind.LOCAL
+        self._begin_again(key, new_key, now).kind = Kind.LOCAL
 
     def restart(self, key: RequestKey, new_key: RequestKey, now: float) -> Expected:
         """The hand-off failed and another prefill worker will be asked: as expect(), for what is already here."""
-        return self.outlook(self._begin_again(key, new_key))
+        return self.outlook(self._begin_again(key, new_key, now))
 
-    def _begin_again(self, key: RequestKey, new_key: RequestKey) -> RequestState:
+    def _begin_again(self, key: RequestKey, new_key: RequestKey, now: float) -> RequestState:
         state = self._expected(key)
         if new_key != key and new_key in self._requests:
             raise InternalError(f"{new_key} is here already")
@@ -198,6 +200,7 @@ class Incoming:
         state.key = trunk.key = new_key
         state.request = replace(state.request, key=new_key)
         state.transfer = Transfer()
+        state.began_at = now
         state.asked = False
         state.held_blocks = state.num_landed = 0
         self._requests[new_key] = state

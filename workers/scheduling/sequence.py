@@ -38,6 +38,7 @@ class RequestState:
         "ahead",
         "arrived_at",
         "asked",
+        "began_at",
         "bypassed",
         "cached_tokens",
         "claimed_blocks",
@@ -104,6 +105,7 @@ class RequestState:
         # times, on the caller's clock
         self.arrived_at = now
         self.deadline = None if request.seconds_left is None else now + request.seconds_left
+        self.began_at = now
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.num_preemptions = 0
@@ -131,30 +133,53 @@ class RequestState:
     def timeline(self, now: float) -> Timeline:
         transfer = self.transfer
         first = now if self.first_token_at is None else self.first_token_at
-        started = first if self.started_at is None else self.started_at
-        noted = transfer.prefill_worker != ""
+        began, retry = self.began_at, self.began_at - self.arrived_at
+        if not transfer.prefill_worker:
+            started = first if self.started_at is None else self.started_at
+            return Timeline(
+                queue_seconds=started - began,
+                prefill_seconds=first - started,
+                decode_seconds=now - first,
+                num_preemptions=self.num_preemptions,
+                retry_seconds=retry,
+            )
+        asked = began if transfer.asked_at is None else transfer.asked_at
+        landed = first if transfer.landed_at is None else transfer.landed_at
         return Timeline(
-            queue_seconds=transfer.queue_seconds if noted else started - self.arrived_at,
-            prefill_seconds=transfer.prefill_seconds if noted else first - started,
-            transfer_exposed_seconds=transfer.exposed_seconds,
+            queue_seconds=transfer.queue_seconds,
+            prefill_seconds=transfer.prefill_seconds,
+            transfer_exposed_seconds=landed - asked - transfer.queue_seconds - transfer.prefill_seconds,
             decode_seconds=now - first,
             prefill_worker=transfer.prefill_worker,
             blocks_moved=transfer.num_blocks,
             bytes_moved=transfer.num_bytes,
             num_preemptions=self.num_preemptions,
+            claim_seconds=asked - began,
+            join_seconds=first - landed,
+            retry_seconds=retry,
         )
 
 
 class Transfer:
-    """What the hand-off of a request cost, as its owner noted it (Scheduler.note_transfer)."""
+    """What the hand-off of a request cost, as its owner noted it (Scheduler.note_transfer). `asked_at`: its ticket went;
+    `landed_at`: the last block was in."""
 
-    __slots__ = ("exposed_seconds", "num_blocks", "num_bytes", "prefill_seconds", "prefill_worker", "queue_seconds")
+    __slots__ = (
+        "asked_at",
+        "landed_at",
+        "num_blocks",
+        "num_bytes",
+        "prefill_seconds",
+        "prefill_worker",
+        "queue_seconds",
+    )
 
     def __init__(self) -> None:
         self.prefill_worker = ""
         self.num_blocks = 0
         self.num_bytes = 0
-        self.exposed_seconds = 0.0
+        self.asked_at: float | None = None
+        self.landed_at: float | None = None
         self.queue_seconds = 0.0
         self.prefill_seconds = 0.0
 
@@ -264,10 +289,10 @@ class Sequence:
         num_generated = len(outputs)
         finish = state.finish_of(token_id, num_generated)
         usage = timeline = None
-        if num_generated == 1 and self.index == 0:
-            usage = state.usage()
         if state.first_token_at is None:
             state.first_token_at = now
+        if num_generated == 1 and self.index == 0:
+            usage, timeline = state.usage(), state.timeline(now)
         if finish is not None and state.end_sample():
             usage, timeline = state.usage(), state.timeline(now)
         found = () if logprobs is None else (logprobs,)

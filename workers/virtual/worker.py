@@ -173,6 +173,7 @@ class VirtualWorker:
                 held_blocks = incoming.claim(key).held_blocks
                 num_offered = held_blocks if handoff.request.offer_held else 0
                 ticket = Ticket(replace(handoff.request, key=key), held_blocks)
+                incoming.note_transfer(key, handoff.source.worker_id, asked_at=self._time.now)
                 self._say(handoff.source.ticket, self, ticket, num_offered)
 
     def announced(self, chunk: ChunkDone) -> None:

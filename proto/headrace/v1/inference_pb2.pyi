@@ -130,7 +130,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("router_queue_seconds", "worker_queue_seconds", "prefill_seconds", "transfer_exposed_seconds", "decode_seconds", "decode_worker", "prefill_worker", "blocks_moved", "bytes_moved", "num_preemptions", "attempts")
+    __slots__ = ("router_queue_seconds", "worker_queue_seconds", "prefill_seconds", "transfer_exposed_seconds", "decode_seconds", "decode_worker", "prefill_worker", "blocks_moved", "bytes_moved", "num_preemptions", "attempts", "ttft_stages")
+    class TtftStagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ROUTER_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WORKER_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +149,7 @@ class Timeline(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_STAGES_FIELD_NUMBER: _ClassVar[int]
     router_queue_seconds: float
     worker_queue_seconds: float
     prefill_seconds: float
@@ -153,7 +161,8 @@ class Timeline(_message.Message):
     bytes_moved: int
     num_preemptions: int
     attempts: int
-    def __init__(self, router_queue_seconds: _Optional[float] = ..., worker_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_exposed_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    ttft_stages: _containers.ScalarMap[str, float]
+    def __init__(self, router_queue_seconds: _Optional[float] = ..., worker_queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_exposed_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_stages: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timeline")

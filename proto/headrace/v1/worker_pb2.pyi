@@ -253,7 +253,7 @@ class WorkerUsage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerTimeline(_message.Message):
-    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_exposed_seconds", "decode_seconds", "prefill_worker", "blocks_moved", "bytes_moved", "num_preemptions")
+    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_exposed_seconds", "decode_seconds", "prefill_worker", "blocks_moved", "bytes_moved", "num_preemptions", "claim_seconds", "join_seconds", "retry_seconds")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,9 @@ class WorkerTimeline(_message.Message):
     BLOCKS_MOVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     prefill_seconds: float
     transfer_exposed_seconds: float
@@ -270,7 +273,10 @@ class WorkerTimeline(_message.Message):
     blocks_moved: int
     bytes_moved: int
     num_preemptions: int
-    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_exposed_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    claim_seconds: float
+    join_seconds: float
+    retry_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_exposed_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., blocks_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., claim_seconds: _Optional[float] = ..., join_seconds: _Optional[float] = ..., retry_seconds: _Optional[float] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("key", "index", "token_ids", "logprobs", "num_generated", "finish", "usage", "timeline")

@@ -16,7 +16,8 @@ from headrace.values import Load, Timeline, Usage
 from router.decisions.codec import encode
 from router.decisions.placement import Ask, place
 from router.decisions.view import View
-from router.flight import Explanation, Failure, RequestTimeline
+from router.explanations import Explanation, Failure
+from router.stages import RequestTimeline
 from tests.unit.router.decisions.test_placement import d, p
 
 

@@ -15,7 +15,8 @@ from headrace.values import Timeline, TokenLogprobs, Usage
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
-from router.flight import STATES, Recent
+from router.explanations import Recent
+from router.flight import STATES
 from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece, RequestTimeline
 from router.text.served import Models, ServedModel

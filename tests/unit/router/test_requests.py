@@ -39,7 +39,8 @@ from router.decisions.admission import WORKER_BACKLOG
 from router.decisions.placement import Ask, Candidate
 from router.decisions.record import Decision
 from router.decisions.view import View
-from router.flight import Failure, Piece
+from router.explanations import Failure
+from router.flight import Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
 

@@ -22,7 +22,8 @@ from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.decisions.view import View
 from router.edge.openai import OpenAi
 from router.edge.openai_models import ONLY_DEFAULT, ChatBody, CompletionBody
-from router.flight import Explanation, RequestTimeline
+from router.explanations import Explanation
+from router.stages import RequestTimeline
 from router.text.vocabulary import Text
 from tests.unit.router.checkpoints import sentencepiece, write
 from tests.unit.router.decisions.test_placement import worker
