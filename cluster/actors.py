@@ -35,10 +35,12 @@ class EngineActor:
         import uvloop
         from prometheus_client import CollectorRegistry, start_http_server
 
+        from headrace.logs import configure
         from workers.ranks.build import build_executor
         from workers.ranks.rendezvous import listen
         from workers.serve import serve
 
+        configure(spec.log_format)
         self._spec = spec = on_this_node(spec)
         rendezvous = listen(spec.host, spec.rendezvous_token)
         address = rendezvous.address

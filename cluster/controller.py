@@ -212,6 +212,11 @@ class Controller:
             lease_seconds=self._config.redis.lease_seconds,
             host=self._host,
             fault_hooks=self._config.fault_hooks,
+            gpu_hour_price=self._config.pools[action.pool].gpu_hour_price
+            if action.pool in self._config.pools
+            else None,
+            otlp_endpoint=self._config.tracing.otlp_endpoint,
+            log_format=self._config.logs.format,
             rendezvous_token=secrets.token_hex(16),
         )
 

@@ -194,7 +194,11 @@ class Flight:
 
     def timeline(self) -> RequestTimeline:
         return RequestTimeline(
-            self._worker_timeline, self.queue_seconds, self.decode, self.key.attempt, {**self.stages}
+            self._worker_timeline,
+            self.queue_seconds,
+            self.decode,
+            self.key.attempt,
+            {stage.value: seconds for stage, seconds in self.stages.items()},
         )
 
     def failed(self, worker_id: str, error: HeadraceError) -> None:

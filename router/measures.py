@@ -21,6 +21,7 @@ _TENANT_TOKENS = Counter(metrics.TENANT_TOKENS, "Tokens of the requests that end
 _SLO = Counter(metrics.SLO, "Requests of a class with targets, by what they missed.", ["service_class", "outcome"])
 _SHARED = Counter(metrics.SHARED_ANSWERS, "Answers that cost no new tokens, and those kept.", ["tenant", "how"])
 _READY = Gauge(metrics.WORKERS_READY, "Workers that answer and take requests.", ["role"])
+_PASSED_OVER = Gauge(metrics.WORKERS_PASSED_OVER, "Workers that failed too often and are left alone for a while.")
 _IN_FLIGHT = Gauge(metrics.IN_FLIGHT, "Requests that are in the router now.", ["state"])
 _QUEUE = Histogram(metrics.ROUTER_QUEUE, "Seconds a request waited in the router.", ["model"])
 _TTFT = Histogram(metrics.TTFT, "Seconds from a request's arrival to its first token.", ["model"])
@@ -42,12 +43,13 @@ _ERROR = Gauge(
 )
 
 
-def watch(num_ready: Callable[[Role], int], num_in: Callable[[str], int]) -> None:
+def watch(num_ready: Callable[[Role], int], num_in: Callable[[str], int], num_passed_over: Callable[[], int]) -> None:
     """What is read whenever somebody asks for it."""
     for role in Role:
         _READY.labels(role.value).set_function(partial(num_ready, role))
     for state in STATES:
         _IN_FLIGHT.labels(state).set_function(partial(num_in, state))
+    _PASSED_OVER.set_function(num_passed_over)
 
 
 def admission(tenant: str, outcome: str) -> None:

@@ -83,7 +83,7 @@ class Requests:
         self._generations: dict[str, int] = {}
         self._next_number = 0
         sessions.listen(self._heard_of)
-        measures.watch(self._num_ready, self._num_in)
+        measures.watch(self._num_ready, self._num_in, lambda: self._health.num_ejected(clock.now()))
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.config import EngineConfig, HandoffConfig
 from headrace.errors import ConfigError, HeadraceError
+from headrace.logs import configure
 from headrace.values import ParallelLayout, Role, WorkerInfo
 from workers.identity import Identity
 from workers.ranks.build import build_executor
@@ -76,13 +77,18 @@ def _click_type(annotation: Any) -> Any:
 @click.option(
     "--grace-seconds", type=click.FloatRange(0), default=30.0, show_default=True, help="How long a drain waits."
 )
+@click.option(
+    "--gpu-hour-price", type=click.FloatRange(0), default=None, help="Of one GPU: what tokens cost is measured."
+)
+@click.option("--otlp-endpoint", default=None, help="Where spans go: grpc:// or http(s)://. Default: none are made.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=None, help="Serves /metrics there.")
 @click.option("--fault-hooks", is_flag=True, help="Takes Control.Faults. For tests.")
 @options_of(EngineConfig)
 @options_of(HandoffConfig)
 def main(**options: Any) -> None:
     """Runs one worker."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    configure(options["log_format"])
     try:
         spec = spec_of(options)
         identity = Identity.of(spec)
@@ -99,7 +105,7 @@ def spec_of(options: dict[str, Any]) -> WorkerSpec:
     """ConfigError names the option that is out of its range."""
     generation = options["generation"]
     direct = ("worker_id", "model_path", "cluster", "redis_url", "redis_budget_seconds", "lease_seconds")
-    place = ("host", "port", "node", "fault_hooks")
+    place = ("host", "port", "node", "fault_hooks", "gpu_hour_price", "otlp_endpoint", "log_format")
     return WorkerSpec(
         generation=int(time.time() * 1000) if generation is None else generation,
         role=Role(options["role"]),

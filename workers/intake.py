@@ -62,6 +62,7 @@ class _Live:
     key: RequestKey
     wire_key: RequestKey
     unfinished: int
+    began: bool = False
     task: asyncio.Task[None] | None = None
     answer: asyncio.Future[Placed] | None = None
 
@@ -76,13 +77,15 @@ class Intake:
         *,
         worker_id: str,
         answer_seconds: float,
-        on_failure: Callable[[str], None] | None = None,
+        on_failure: Callable[[HeadraceError], None] | None = None,
+        on_first_token: Callable[[Request, SequenceOutput], None] | None = None,
     ) -> None:
         self._engine = engine
         self._puller = puller
         self._worker_id = worker_id
         self._answer_seconds = answer_seconds
         self._on_failure = on_failure
+        self._on_first_token = on_first_token
         self._live: dict[str, _Live] = {}
         self._of_session: defaultdict[RouterSession, dict[str, _Live]] = defaultdict(dict)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,6 +161,10 @@ class Intake:
                 continue
             if live.wire_key != output.key:
                 output = replace(output, key=live.wire_key)
+            if output.timeline is not None and not live.began:
+                live.began = True
+                if self._on_first_token is not None:
+                    self._on_first_token(live.request, output)
             number = live.first_sample and live.first_sample + output.index
             parts.setdefault(live.session, []).append((number, output))
             if output.finish is not None:
@@ -262,7 +269,7 @@ class Intake:
         """Only the router places; but a router that does not answer in time leaves the request to be computed here."""
         log.warning("hand-off of %s from %s failed: %s", live.key, target.worker_id, error)
         if self._on_failure is not None:
-            self._on_failure(error.type)
+            self._on_failure(error)
         if isinstance(error, NoRoom):
             return Placed(live.key, None)
         live.answer = asyncio.get_running_loop().create_future()

@@ -1,17 +1,21 @@
 """What a worker measures, under the names of `headrace.metrics`. Owned by the worker's service; counts, decides nothing."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from headrace import metrics
-from headrace.values import BlockCounts
+from headrace.errors import HeadraceError
+from headrace.values import BlockCounts, Role, Timeline, Usage
 from workers.scheduling.work import StepWork
 
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_QUEUE_BUCKETS = tuple(0.001 * 2**at for at in range(15))
 _TRANSFER_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
@@ -41,10 +45,29 @@ class Meters:
         self._handoff_failures = Counter(
             metrics.HANDOFF_FAILURES, "Hand-offs that failed.", ["reason"], registry=registry
         )
-        self._preemptions = Gauge(metrics.PREEMPTIONS, "Sequences preempted.", registry=registry)
+        self._queue_seconds = Histogram(
+            metrics.WORKER_QUEUE,
+            "Seconds until a prompt began here, or until its ticket went.",
+            ["kind"],
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
+        )
+        self._hit_tokens = Counter(
+            metrics.PREFIX_HIT_TOKENS, "Prompt tokens that were found computed.", ["tier"], registry=registry
+        )
+        self._query_tokens = Counter(
+            metrics.PREFIX_QUERY_TOKENS, "Prompt tokens that were looked for.", registry=registry
+        )
+        self._watched = _Watched()
+        registry.register(self._watched)
+        self._device_errors = Counter(
+            metrics.DEVICE_ERRORS, "Errors of CUDA or NCCL that a step or a read met.", ["kind"], registry=registry
+        )
+        self._link_ends = Counter(metrics.LINK_ENDS, "Links to peers that ended.", ["kind"], registry=registry)
         self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
         self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
         self._tasks = Gauge(metrics.TASKS, "Tasks of the event loop.", registry=registry)
+        self._backlog = Gauge(metrics.PREFILL_BACKLOG, "Prompt tokens that wait to be computed.", registry=registry)
         self._breaker = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.", registry=registry)
 
     def watch(
@@ -52,6 +75,9 @@ class Meters:
         blocks: Callable[[], BlockCounts],
         in_flight: Mapping[str, Callable[[], int]],
         preemptions: Callable[[], int],
+        backlog: Callable[[], int],
+        links: Callable[[], Mapping[tuple[str, str], int]],
+        identity: Callable[[], tuple[str, Role, str]],
         breaker_open: Callable[[], bool],
     ) -> None:
         """What is looked up when somebody scrapes."""
@@ -61,8 +87,14 @@ class Meters:
         self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         for state, count in in_flight.items():
             self._in_flight.labels(state).set_function(count)
-        self._preemptions.set_function(preemptions)
+        its = self._watched
+        its.preemptions, its.links, its.identity = preemptions, links, identity
+        self._backlog.set_function(backlog)
         self._breaker.set_function(breaker_open)
+
+    def costs(self, per_hour: float) -> None:
+        """What its GPUs cost, whatever they do."""
+        Gauge(metrics.COST_PER_HOUR, "Price of its GPUs for an hour.", registry=self.registry).set(per_hour)
 
     def step(self, work: StepWork, seconds: float) -> None:
         self._steps.inc()
@@ -78,10 +110,74 @@ class Meters:
         self._handoff_seconds.labels("in").observe(seconds)
         self._handoff_bytes.labels("in").inc(num_bytes)
 
-    def handoff_failed(self, reason: str) -> None:
-        """`reason` is the error's class: a closed set."""
-        self._handoff_failures.labels(reason).inc()
+    def announced(self, num_bytes: int) -> None:
+        """Finished blocks that a peer may read now."""
+        self._handoff_bytes.labels("out").inc(num_bytes)
+
+    def first_token(self, timeline: Timeline, usage: Usage) -> None:
+        """Of a router's request. What a hand-off's prompt found was found on the prefill worker, which counts it."""
+        if timeline.prefill_worker:
+            self._queue_seconds.labels("claim").observe(timeline.claim_seconds)
+        else:
+            self._queue_seconds.labels("local").observe(timeline.queue_seconds)
+            self._looked_up(usage.prompt_tokens, usage.cached_tokens)
+
+    def prefilled(self, queue_seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A ticket's prompt is computed."""
+        self._queue_seconds.labels("ticket").observe(queue_seconds)
+        self._looked_up(num_prompt_tokens, num_cached_tokens)
+
+    def _looked_up(self, num_tokens: int, num_found: int) -> None:
+        self._query_tokens.inc(num_tokens)
+        self._hit_tokens.labels("device").inc(num_found)
+
+    def link_ended(self, kind: str) -> None:
+        """`kind` "": it ended before it was known how the peer could be read."""
+        self._link_ends.labels(kind or "none").inc()
+
+    def failed(self, error: BaseException) -> None:
+        """A step or a read failed: it counts where CUDA or NCCL is to blame."""
+        kind = device_fault(error)
+        if kind is not None:
+            self._device_errors.labels(kind).inc()
+
+    def handoff_failed(self, error: HeadraceError) -> None:
+        """By the error's class: a closed set."""
+        self._handoff_failures.labels(error.type).inc()
+        self.failed(error)
 
 
 def _state(blocks: Callable[[], BlockCounts], name: str) -> float:
     return float(getattr(blocks(), name))
+
+
+class _Watched(Collector):
+    """What is counted elsewhere, under names that are no gauges', and what a worker is just now."""
+
+    def __init__(self) -> None:
+        self.preemptions: Callable[[], int] = lambda: 0
+        self.links: Callable[[], Mapping[tuple[str, str], int]] = dict
+        self.identity: Callable[[], tuple[str, Role, str]] | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        preempted = CounterMetricFamily(metrics.PREEMPTIONS.removesuffix("_total"), "Sequences preempted.")
+        preempted.add_metric([], self.preemptions())
+        links = GaugeMetricFamily(metrics.LINKS, "Links to peers that are read.", labels=["kind", "state"])
+        for labels, number in self.links().items():
+            links.add_metric(labels, number)
+        info = GaugeMetricFamily(metrics.WORKER_INFO, "1, with what it is now.", labels=["worker", "role", "model"])
+        if self.identity is not None:
+            worker_id, role, model = self.identity()
+            info.add_metric([worker_id, role.value, model], 1)
+        yield from (preempted, links, info)
+
+
+def device_fault(error: BaseException | None) -> str | None:
+    """ "nccl" or "cuda", where the error, or what it came of, is one of these libraries'."""
+    while error is not None:
+        said = f"{type(error).__name__}: {error}"
+        for kind, signs in (("nccl", ("NCCL", "DistBackendError")), ("cuda", ("CUDA", "AcceleratorError", "cuBLAS"))):
+            if any(sign in said for sign in signs):
+                return kind
+        error = error.__cause__
+    return None

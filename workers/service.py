@@ -17,12 +17,23 @@ from prometheus_client import CollectorRegistry
 from headrace.blocks import BlockHasher, probe
 from headrace.clock import Clock, SystemClock
 from headrace.errors import Draining, HeadraceError
+from headrace.otlp import open_spans
 from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.values import BlockCounts, Compatibility, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
+from headrace.values import (
+    BlockCounts,
+    Compatibility,
+    Load,
+    LoadReport,
+    RequestKey,
+    Role,
+    SequenceOutput,
+    WorkerInfo,
+)
 from workers.control import ControlServicer
 from workers.engine import Engine
 from workers.faults import Faults
+from workers.gpu_figures import watch_gpus
 from workers.handoff.messages import PeerHello
 from workers.handoff.peers import Peers
 from workers.handoff.puller import Puller
@@ -36,6 +47,7 @@ from workers.ranks.executor import Executor
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
 from workers.scheduling.work import StepWork
+from workers.spans import Parts
 from workers.spec import WorkerSpec
 from workers.streams import TransferServicer, WorkerServicer
 
@@ -86,6 +98,8 @@ class Worker:
         self._probe = probe(_hasher(identity.compatibility, "", ""))
         self._engine = Engine(self._scheduler, executor, clock, overlap=spec.engine.overlap, faults=faults)
         self._meters = Meters(registry or CollectorRegistry())
+        spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
+        self._parts = Parts(self._meters, spans, clock)
         self._hello = PeerHello(
             worker_id=spec.worker_id,
             generation=spec.generation,
@@ -103,6 +117,7 @@ class Worker:
             silent_seconds=handoff.transfer_seconds,
             pin_seconds=handoff.pin_seconds,
             faults=faults,
+            on_end=self._meters.link_ended,
         )
         reads = Reads(self._engine, transfer_seconds=handoff.transfer_seconds, faults=faults, on_read=self._meters.read)
         self._puller = Puller(self._engine, self._peers, reads, transfer_seconds=handoff.transfer_seconds)
@@ -112,8 +127,9 @@ class Worker:
             worker_id=spec.worker_id,
             answer_seconds=min(ANSWER_SECONDS, handoff.transfer_seconds),
             on_failure=self._meters.handoff_failed,
+            on_first_token=self._parts.first_token,
         )
-        self._source = Source(self._engine, reads)
+        self._source = Source(self._engine, reads, self._parts.prefilled)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
@@ -153,8 +169,15 @@ class Worker:
             self.counts,
             self._in_flight(),
             lambda: self._scheduler.num_preemptions,
+            lambda: self.load().waiting_prefill_tokens,
+            self._peers.by_state,
+            lambda: (self._spec.worker_id, self._role, self._identity.compatibility.model),
             lambda: store is not None and store.breaker_open,
         )
+        if self._spec.engine.device == "cuda":
+            watch_gpus(self._meters.registry)
+            if self._spec.gpu_hour_price is not None:
+                self._meters.costs(self._spec.gpu_hour_price * self._executor.layout.world_size)
         await self._show_health()
         await self._server.start()
         return self.info()
@@ -189,6 +212,7 @@ class Worker:
         """Ends what is left, with `error` if there is one, and gives everything back."""
         if error is not None:
             self._failure = error.message
+            self._meters.failed(error)
             self._intake.reject_all(error)
         self._sessions.end_sessions()
         await self._peers.close()
@@ -196,6 +220,7 @@ class Worker:
         if self._publisher is not None and self._store is not None:
             await self._publisher.withdraw()
             await self._store.close()
+        await self._parts.close()
         await asyncio.to_thread(self._executor.close)
 
     # -- what the engine says
@@ -210,6 +235,7 @@ class Worker:
 
     def on_chunk(self, chunk: ChunkDone) -> None:
         self._source.chunk(chunk)
+        self._meters.announced(len(chunk.blocks) * self._executor.block_bytes)
 
     def on_deadline(self, key: RequestKey) -> None:
         if not self._source.deadline(key):

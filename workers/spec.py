@@ -11,7 +11,7 @@ class WorkerSpec:
     """`generation` grows with every start of the same worker id. `redis_url` None: the worker publishes nothing.
 
     `host` is where the service binds and how peers reach it; port 0 takes any free one. `rendezvous_token` is the shared
-    secret by which the other ranks join rank 0.
+    secret by which the other ranks join rank 0. `gpu_hour_price`: of one GPU, as whoever pays counts it.
     """
 
     worker_id: str
@@ -29,4 +29,7 @@ class WorkerSpec:
     port: int = 0
     node: str = ""
     fault_hooks: bool = False
+    gpu_hour_price: float | None = None
+    otlp_endpoint: str | None = None
+    log_format: str = "text"
     rendezvous_token: str = ""

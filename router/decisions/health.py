@@ -62,6 +62,9 @@ class Health:
         record = self._records.get(worker)
         return record.ejected_until if record is not None else 0.0
 
+    def num_ejected(self, now: float) -> int:
+        return sum(record.ejected_until > now for record in self._records.values())
+
     def forget(self, worker: str) -> None:
         """A new generation of the worker begins without a record."""
         record = self._records.pop(worker, None)

@@ -57,6 +57,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "autoscaling.kind=hpa",
         "router.autoscaling.kind=hpa",
         "redis.external.existingSecret=r",
+        "config.tracing.otlp_endpoint=grpc://collector.monitoring:4317",
+        "config.logs.format=json",
+        "pools.decode.gpu_hour_price=2.5",
     ),
     "open": ("cpu", "ray.auth.enabled=false", "networkPolicy.enabled=false", "serviceAccount.create=false"),
     "pinned": (

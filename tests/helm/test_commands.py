@@ -94,6 +94,8 @@ def check_worker(spec: Any, pool_name: str, config: ClusterConfig) -> None:
     assert (spec.engine, spec.handoff) == (config.engine, config.handoff)
     assert (spec.cluster, spec.model_path, spec.fault_hooks) == (config.name, config.model, config.fault_hooks)
     assert (spec.lease_seconds, spec.redis_budget_seconds) == (config.redis.lease_seconds, config.redis.budget_seconds)
+    assert (spec.otlp_endpoint, spec.log_format) == (config.tracing.otlp_endpoint, config.logs.format)
+    assert spec.gpu_hour_price == pool.gpu_hour_price
     connect(spec.redis_url, 1.0)
 
 

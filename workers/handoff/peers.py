@@ -7,6 +7,7 @@ links that read from the peer are closed, and the next request opens a new one.
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
@@ -183,7 +184,8 @@ class PeerLink:
 
 
 class Peers:
-    """The open streams, by (worker id, generation, address). Owned by the puller."""
+    """The open streams, by (worker id, generation, address). Owned by the puller. `on_end` hears of each that ended, by the
+    kind of its link."""
 
     def __init__(
         self,
@@ -194,7 +196,9 @@ class Peers:
         silent_seconds: float,
         pin_seconds: float,
         faults: Faults | None = None,
+        on_end: Callable[[str], None] = lambda kind: None,
     ) -> None:
+        self._on_end = on_end
         self._hello = hello
         self._executor = executor
         self._connect = connect
@@ -207,6 +211,10 @@ class Peers:
 
     def __iter__(self) -> Iterator[PeerLink]:
         return iter(tuple(self._links.values()))
+
+    def by_state(self) -> Counter[tuple[str, str]]:
+        """How many links there are, by kind ("none" until it is known) and state."""
+        return Counter((link.kind or "none", "open" if link.opened.done() else "opening") for link in self)
 
     async def link(self, target: PrefillTarget) -> tuple[PeerLink, PeerRanks]:
         """The stream to `target`, opened and checked. TransferFailed or IncompatiblePeer when there can be none."""
@@ -238,6 +246,7 @@ class Peers:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._links.pop(link.target, None)
+            self._on_end(link.kind)
             for task in tasks:
                 task.cancel()
             self._executor.close_links((link.target.worker_id, link.target.generation))

@@ -9,12 +9,13 @@ waits for what. Every ticket ends in one cancel of the scheduler: released, abor
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.errors import DeadlineExceeded, Draining, HeadraceError, TransferFailed
 from headrace.v1 import transfer_pb2
-from headrace.values import RequestKey, Ticket
+from headrace.values import Request, RequestKey, Ticket
 from workers.engine import Engine
 from workers.handoff.messages import announce, source_abort
 from workers.handoff.reads import Reads
@@ -51,9 +52,12 @@ class _Live:
 class Source:
     """Owns the tickets by request id, one attempt of each. Everything happens on the engine's event loop."""
 
-    def __init__(self, engine: Engine, reads: Reads) -> None:
+    def __init__(
+        self, engine: Engine, reads: Reads, on_prefilled: Callable[[Request, ChunkDone], None] | None = None
+    ) -> None:
         self._engine = engine
         self._reads = reads
+        self._on_prefilled = on_prefilled
         self._tickets: dict[str, _Live] = {}
         self.draining = False
         self.num_handoffs = 0
@@ -144,6 +148,8 @@ class Source:
         if (ticket := self._find(chunk.key)) is not None:
             self.num_handoffs += chunk.last
             ticket.stream.send(announce(chunk))
+            if chunk.last and self._on_prefilled is not None:
+                self._on_prefilled(ticket.ticket.request, chunk)
 
     def deadline(self, key: RequestKey) -> bool:
         """The scheduler ended the request, whose time was up. False: it was no ticket."""

@@ -63,7 +63,7 @@ labels:
 {{- $config := deepCopy .Values.config -}}
 {{- $pools := dict -}}
 {{- range $name, $pool := .Values.pools -}}
-  {{- $own := pick $pool "role" "replicas" "tp" "pp" -}}
+  {{- $own := pick $pool "role" "replicas" "tp" "pp" "gpu_hour_price" -}}
   {{- if and (eq $root.Values.runtime "ray") (eq $root.Values.topology "perPool") -}}
     {{- $_ := set $own "rank_resources" (dict (ternary "GPU" "CPU" (eq (include "headrace.device" $root) "cuda")) 1 (printf "pool-%s" $name) 1) -}}
   {{- end -}}

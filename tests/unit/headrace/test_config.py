@@ -140,7 +140,7 @@ def test_faults_inside_a_pool_name_the_pool() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("model: m\npools: {fast: {role: decode, tp: 0}}")
     assert "pools.fast.tp: must be a whole number at least 1 and at most 64, got 0" in caught.value.message
-    known = "max_replicas, min_replicas, pp, rank_resources, replicas, role, tp"
+    known = "gpu_hour_price, max_replicas, min_replicas, pp, rank_resources, replicas, role, tp"
     with pytest.raises(ConfigError, match=rf"pools\.fast\.gpus: unknown key; known here: {known}"):
         parse("model: m\npools: {fast: {role: decode, gpus: 1}}")
 

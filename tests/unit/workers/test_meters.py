@@ -1,7 +1,13 @@
+import sys
+
+import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace import metrics
+from headrace.errors import LinkClosed, TransferFailed, WorkerLost
 from tests.unit.workers.rig import a_pair, a_request
+from workers.gpu_figures import watch_gpus
+from workers.meters import Meters
 
 
 async def test_a_pair_counts_its_steps_tokens_and_bytes() -> None:
@@ -23,6 +29,53 @@ async def test_a_pair_counts_its_steps_tokens_and_bytes() -> None:
         states = ("free", "cached", "active", "pinned", "quarantined", "stranded")
         assert sum(decoded.get_sample_value(metrics.KV_BLOCKS, {"state": state}) or 0 for state in states) == 64
         assert decoded.get_sample_value(metrics.REDIS_BREAKER) == 0
+        assert prefilled.get_sample_value(metrics.HANDOFF_BYTES, {"side": "out"}) == 5 * 64
+        assert decoded.get_sample_value(metrics.PREEMPTIONS) == 0
+        assert decoded.get_sample_value(metrics.PREFILL_BACKLOG) == 0
+        assert [s.value for f in decoded.collect() for s in f.samples if s.name == metrics.LINKS] == [1]
+        (info,) = [s for f in decoded.collect() for s in f.samples if s.name == metrics.WORKER_INFO]
+        assert (info.labels["worker"], info.labels["role"], info.value) == (decode.target.worker_id, "decode", 1)
+
+
+async def test_who_computes_a_prompt_counts_what_of_it_was_cached() -> None:
+    """So that a hand-off counts once, and sums over roles are of requests."""
+    registries = CollectorRegistry(), CollectorRegistry()
+    async with (
+        a_pair(prefill_registry=registries[0], decode_registry=registries[1]) as (prefill, decode),
+        decode.router() as router,
+    ):
+        for name in ("a", "b"):
+            await router.submit(a_request(name, length=20, max_tokens=2, prefill=prefill.target)).end()
+            await prefill.idle()
+        prefilled, decoded = registries
+        assert prefilled.get_sample_value(metrics.PREFIX_QUERY_TOKENS) == 40
+        hit = prefilled.get_sample_value(metrics.PREFIX_HIT_TOKENS, {"tier": "device"})
+        assert hit == 16
+        assert prefilled.get_sample_value(f"{metrics.WORKER_QUEUE}_count", {"kind": "ticket"}) == 2
+        assert decoded.get_sample_value(metrics.PREFIX_QUERY_TOKENS) == 0
+        assert decoded.get_sample_value(f"{metrics.WORKER_QUEUE}_count", {"kind": "claim"}) == 2
+        await router.submit(a_request("c", length=8, max_tokens=2)).end()
+        assert decoded.get_sample_value(metrics.PREFIX_QUERY_TOKENS) == 8
+        assert decoded.get_sample_value(f"{metrics.WORKER_QUEUE}_count", {"kind": "local"}) == 1
+
+
+def test_an_error_of_cuda_or_nccl_counts_wherever_it_stands_in_the_chain() -> None:
+    meters = Meters(registry := CollectorRegistry())
+    lost = WorkerLost("step 7 failed")
+    lost.__cause__ = RuntimeError("CUDA error: an illegal memory access was encountered")
+    meters.failed(lost)
+    meters.handoff_failed(LinkClosed("NCCL error: unhandled system error"))
+    meters.handoff_failed(TransferFailed("the peer is gone"))
+    assert registry.get_sample_value(metrics.DEVICE_ERRORS, {"kind": "cuda"}) == 1
+    assert registry.get_sample_value(metrics.DEVICE_ERRORS, {"kind": "nccl"}) == 1
+    assert registry.get_sample_value(metrics.HANDOFF_FAILURES, {"reason": "TransferFailed"}) == 1
+
+
+def test_without_a_gpu_or_its_library_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert not watch_gpus(registry)
+    assert not list(registry.collect())
 
 
 def in_flight(registry: CollectorRegistry) -> dict[str, float | None]:

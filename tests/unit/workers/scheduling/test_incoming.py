@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InternalError
-from headrace.values import BlockCounts, FinishReason, Request, RequestKey, TokenLogprobs, Usage
+from headrace.values import BlockCounts, FinishReason, Request, RequestKey, Timeline, TokenLogprobs, Usage
 from tests.plan_checker import CheckedWorker, FakeModel
 from tests.unit.workers.scheduling.prompts import NO_EOS, prefilled, request
 from workers.scheduling.scheduler import ChunkDone, FirstToken
@@ -297,20 +297,20 @@ def test_the_timeline_of_a_hand_off_is_what_was_noted() -> None:
     prefill, decode = CheckedWorker(NO_EOS), CheckedWorker(NO_EOS)
     asked = request("a", 6, max_tokens=2)
     decode.scheduler.expect(asked, 0.0)
-    decode.scheduler.incoming.note_transfer(asked.key, "p0", blocks=1, num_bytes=100)
+    decode.scheduler.incoming.note_transfer(asked.key, "p0", blocks=1, num_bytes=100, asked_at=0.25)
     decode.scheduler.incoming.note_transfer(
-        asked.key, "p0", blocks=1, num_bytes=50, exposed_seconds=0.5, queue_seconds=1.0, prefill_seconds=2.0
+        asked.key, "p0", blocks=1, num_bytes=50, queue_seconds=1.0, prefill_seconds=2.0, landed_at=3.75
     )
     decode.scheduler.incoming.note_transfer(RequestKey("gone"), "p0")
     decode.scheduler.incoming.claim(asked.key)
     decode.scheduler.incoming.allocate(asked.key, 2)
-    decode.collect(decode.scheduler.incoming.arrive(asked.key, [FirstToken(0, prefill_token(prefill, asked))], 0, 4.0))
+    first = decode.scheduler.incoming.arrive(asked.key, [FirstToken(0, prefill_token(prefill, asked))], 0, 4.0)
+    assert first[0].timeline == Timeline(1.0, 2.0, 0.5, 0.0, "p0", 2, 150, claim_seconds=0.25, join_seconds=0.25)
+    decode.collect(first)
     decode.scheduler.cancel(asked.key, 4.0)
     again = request("b", 6, max_tokens=1)
     decode.scheduler.expect(again, 5.0)
-    decode.scheduler.incoming.note_transfer(
-        again.key, "p0", blocks=2, num_bytes=150, exposed_seconds=0.5, queue_seconds=1.0
-    )
+    decode.scheduler.incoming.note_transfer(again.key, "p0", blocks=2, num_bytes=150, queue_seconds=1.0, asked_at=7.5)
     decode.scheduler.incoming.claim(again.key)
     outputs = decode.scheduler.incoming.finish_early(again.key, [FirstToken(0, 3)], 0, 9.0)
     assert outputs is not None

@@ -80,7 +80,9 @@ def test_usage_comes_with_the_first_token_of_sample_0_and_with_the_last_of_all()
     first, second = state.trunk, Sequence(state, 1, state.prompt_chain)
     state.samples.append(second)
 
-    assert first.accept(5, None, 12.0).usage == Usage(6, 1, 4)
+    begun = first.accept(5, None, 12.0)
+    assert begun.usage == Usage(6, 1, 4)
+    assert begun.timeline is not None, "where the time to it went"
     assert second.accept(5, None, 12.0).usage is None
     ended = first.accept(5, TokenLogprobs(5, -0.5), 13.0)
     assert (ended.finish, ended.usage, ended.timeline) == (FinishReason.LENGTH, None, None)
@@ -104,9 +106,13 @@ def test_the_timeline_of_a_hand_off_takes_queue_and_prefill_from_the_peer() -> N
     state = make(SamplingParams(max_tokens=1))
     transfer = state.transfer
     transfer.prefill_worker, transfer.num_blocks, transfer.num_bytes = "p0", 2, 64
-    transfer.queue_seconds, transfer.prefill_seconds, transfer.exposed_seconds = 0.25, 0.5, 0.125
+    transfer.queue_seconds, transfer.prefill_seconds = 0.25, 0.5
+    state.began_at, transfer.asked_at, transfer.landed_at = 11.0, 12.0, 12.875
     last = state.trunk.accept(5, None, 13.0)
-    assert last.timeline == Timeline(0.25, 0.5, 0.125, 0.0, "p0", 2, 64)
+    assert last.timeline == Timeline(
+        0.25, 0.5, 0.125, 0.0, "p0", 2, 64, claim_seconds=1.0, join_seconds=0.125, retry_seconds=1.0
+    )
+    assert last.timeline.ttft_seconds == 13.0 - state.arrived_at
 
 
 def test_deadlines_count_from_arrival() -> None:
