@@ -20,7 +20,7 @@ from headrace.clock import Clock
 from headrace.errors import HeadraceError, InternalError, Unavailable
 from headrace.reports import RouterReport
 from router.decisions.codec import decode
-from router.flight import Recent
+from router.explanations import Recent
 
 MAX_WORKERS_A_LOOK = 64
 MAX_ROUTERS_A_LOOK = 4
