@@ -12,7 +12,8 @@ from cluster.console.pools import Pool, Seen, pools_of
 from cluster.console.traffic import NOTHING, Growth, attainment, num_ended
 from cluster.console.verdict import Rules, Sources, judge, pressed
 from headrace.reports import RouterReport
-from router.flight import STATES, Recent
+from router.explanations import Recent
+from router.flight import STATES
 
 MAX_TEXT = 300
 MAX_WORKERS = 2000

@@ -12,7 +12,8 @@ from headrace.config import ServiceClassConfig
 from headrace.costmodel import CostModel
 from headrace.reports import RouterReport
 from headrace.values import BlockCounts, Load, Timeline, Usage
-from router.flight import Explanation, Recent, RequestTimeline
+from router.explanations import Explanation, Recent
+from router.stages import RequestTimeline
 
 CHAT = Rules({"chat": ServiceClassConfig(ttft_seconds=0.5, tpot_seconds=0.05)})
 FINE = Sources(redis_seconds=0.1, num_routers=1)

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.console.traffic import Growth
 from cluster.console.view import MAX_PAIRS, MAX_REQUESTS, MAX_TEXT, MAX_WORKERS, Heard, point, scene, stages
-from router.flight import Failure
+from router.explanations import Failure
 from tests.unit.cluster.console.looks import CHAT, growth, look, recent, routed, worker
 
 

@@ -21,7 +21,7 @@ from headrace.store import Store, connect
 from headrace.v1 import control_pb2_grpc
 from headrace.values import BlockCounts, Load, RequestKey, Role, WorkerInfo
 from router.edge.openai import OpenAi
-from router.flight import Explanation
+from router.explanations import Explanation
 from router.text.vocabulary import Text
 from tests.null_worker import worker_info
 from tests.unit.router.scripted import Scripted, make_edge
