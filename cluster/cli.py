@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "Complete one prompt.",
     "model": "Fetch a model into a local folder.",
     "simulate": "Replay a trace on virtual workers, with the production router and schedulers.",
+    "plan": "Say how many GPUs traffic needs, checked by simulation, and what they cost.",
     "demo": "Serve a small model here, ask it two questions, and show where each request went.",
 }
 

@@ -18,12 +18,12 @@ from typing import Any
 from cluster.planning.asked import TokensAsked, TrafficAsked
 from cluster.planning.check import simulate
 from cluster.planning.gpus import measured
-from cluster.planning.load import Load, Pools, Target
+from cluster.planning.load import Length, Load, Pools, Target
 from cluster.planning.memory import Budget, budget
 from cluster.planning.options import Option, worker_of
 from cluster.planning.prediction import Overload, Prediction
 from cluster.planning.shapes import KNOWN, Precision
-from cluster.planning.traffic import Traffic, of
+from cluster.planning.traffic import Traffic, gap_scv, of
 from headrace.values import ParallelLayout
 
 CONTEXT = 32_768
@@ -55,7 +55,11 @@ def case(seed: int) -> tuple[Option, Traffic, Load, Target] | None:
     option = Option(kind, gpu, found, found, worker, worker, pools, pools, "")  # type: ignore[arg-type]
     busy = random.uniform(0.2, 0.85)
     target = Target(2.0, 0.04)
-    load = replace(traffic.peak, requests_per_second=_rate_at(option, traffic.peak, target, busy))
+    # The run's own requests: what is left is the error of the prediction, not of a sample.
+    rows = traffic.rows[:NUM_REQUESTS]
+    lengths = [Length(row.input_tokens, row.output_tokens) for row in rows]
+    peak = Load(1.0, lengths, gap_scv(rows))
+    load = replace(peak, requests_per_second=_rate_at(option, peak, target, busy))
     return option, traffic, load, target
 
 

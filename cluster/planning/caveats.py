@@ -48,6 +48,13 @@ def unknowns(asked: PlanAsked, option: Option) -> list[str]:
             "sequences whose whole context decode already holds are computed there: with multi-turn traffic decode "
             "is a little busier, and prefill less, than predicted; the simulation shows it"
         )
+    else:
+        cost, limit = option.decode.cost, asked.engine.max_step_tokens
+        stall = cost.prefill_seconds(limit)
+        found.append(
+            f"gaps between tokens: TPOT is a mean, and a step with {limit} tokens of prompts holds up every stream of its "
+            f"worker for {stall * 1e3:.0f} ms, which no limit here forbids; separate pools have no such steps"
+        )
     if not asked.simulate.requests:
         found.append("whether it holds: nothing was simulated")
     return found

@@ -14,6 +14,7 @@ from cluster.simulation.cards import Card
 from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.results import Tally, summarise
 from headrace.goodput import Slo
+from headrace.values import Role
 
 BLOCK_SIZE = 32
 WARM_UP = 0.2  # of a run's requests: caches and fits fill
@@ -37,7 +38,7 @@ class Simulated:
     tpot_attainment: float
     goodput_per_second: float
     hit_rate: float
-    prefill_busy: float
+    prefill_busy: float | None
     handed_over: float
     unfinished: int
 
@@ -127,11 +128,11 @@ def simulate(
     )
 
 
-def _busy(tally: Tally, begun: float, ended: float) -> float:
-    """The share of time that those who prefill compute; of unified workers, all that they compute."""
-    names = [name for name, role in tally.roles.items() if role.prefills]
+def _busy(tally: Tally, begun: float, ended: float) -> float | None:
+    """The share of time that prefill workers compute. None: there are none, and of unified ones it cannot be told apart."""
+    names = [name for name, role in tally.roles.items() if role is Role.PREFILL]
     first, last = math.ceil(begun / tally.slice_seconds), math.floor(ended / tally.slice_seconds)
     if last <= first or not names:
-        return 0.0
+        return None
     spent = sum(sum(tally.workers[name].busy_seconds[first:last]) for name in names)
     return spent / (last - first) / tally.slice_seconds / len(names)

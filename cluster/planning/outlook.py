@@ -168,7 +168,7 @@ def break_even(
 
 def _first(holds: Callable[[float], bool], most: float) -> float | None:
     """The lowest factor from which on it holds, found on a geometric grid and then halved; None: not at `most` either."""
-    grid = [most / 1.25**step for step in range(48)]
+    grid = [most / 1.6**step for step in range(24)]
     if not holds(grid[0]):
         return None
     last = grid[0]

@@ -335,9 +335,10 @@ def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Targe
     joins = 1 - math.exp(-decoded.sequences)
     fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
     moments = Moments.of(services)
-    queue = _queue(num_workers, load, moments.mean, moments.scv)
+    mean = _shared_service(moments.mean, plain_step, per_worker)
+    queue = _queue(num_workers, load, mean, moments.scv)
     if queue is None:
-        return _short_of("unified", num_workers, rate * moments.mean)
+        return _short_of("unified", num_workers, rate * mean)
     stall_square = per_worker * stalls.mean**2 * (1 + stalls.scv)
     return Prediction(
         load,

@@ -132,12 +132,13 @@ def from_config(name: str, source: str, config: ModelConfig) -> ModelSpec:
     )
 
 
-def read(path: pathlib.Path) -> ModelSpec:
-    """A checkpoint's folder or its config.json. CheckpointError names the field that is missing or odd."""
+def read(path: pathlib.Path, name: str = "") -> ModelSpec:
+    """A checkpoint's folder or its config.json; called as the folder unless named. Names what is missing."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name != "config.json":
         raise ConfigError(f"model: a file must be called config.json, got {path}")
-    return from_config(folder.resolve().name, f"{folder.name}/config.json", read_config(folder))
+    name = name or folder.resolve().name
+    return from_config(name, f"config.json of {name}", read_config(folder))
 
 
 def _llama(name: str, layers: int, hidden: int, wide: int, heads: int, kv: int, vocab: int, context: int) -> ModelSpec:

@@ -16,7 +16,7 @@ from headrace import generators, traces
 from headrace.errors import ConfigError
 from headrace.traces import TOKENS_PER_ID, TraceRow
 
-SAMPLE = 256  # lengths that stand for all
+SAMPLE = 128  # lengths that stand for all
 PREFIXES = 8  # that made traffic shares
 HOURS = 24
 STRETCH_SECONDS = 60.0

@@ -1,0 +1,250 @@
+"""Whole plans on small traffic, the command's forms, and what it refuses, with figures."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from cluster.cli import cli
+from cluster.planning import asked, page, plan, plan_json, shapes
+from cluster.planning.load import Pools, Target
+from cluster.planning.outlook import break_even
+from cluster.planning.plan import Plan
+from cluster.planning.settle import settle
+from headrace.errors import ConfigError, HeadraceError
+
+EXAMPLE = pathlib.Path(__file__).parents[4] / "examples" / "plan.yaml"
+SMALL: dict[str, Any] = {
+    "model": "meta-llama/Llama-3.1-8B",
+    "gpus": [{"type": "h200", "price_per_hour": 3.0}],
+    "traffic": {
+        "requests_per_second": 6.0,
+        "input_tokens": {"mean": 1500, "cv": 0.5},
+        "output_tokens": {"mean": 40, "cv": 0.5},
+        "peak_to_mean": 1.5,
+    },
+    "slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.02},
+    "api": {"per_million_input": 0.5, "per_million_output": 1.5},
+    "simulate": {"requests": 150},
+}
+
+
+def made(**changes: object) -> Plan:
+    wanted = asked.parse({**SMALL, **changes})
+    model = shapes.known(wanted.model)
+    assert model is not None
+    return plan.make(wanted, model)
+
+
+def with_traffic(**changes: object) -> dict[str, object]:
+    return {"traffic": {**SMALL["traffic"], **changes}}
+
+
+@pytest.fixture(scope="module")
+def small() -> Plan:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def found(small: Plan) -> dict[str, Any]:
+    return json.loads(json.dumps(plan_json.as_json(small)))
+
+
+def test_a_plan_holds_in_simulation_without_its_spare_workers(small: Plan) -> None:
+    chosen = small.chosen
+    assert chosen.holds
+    last = chosen.rounds[-1]
+    assert last.pools == chosen.option.needed
+    assert last.simulated.attainment >= 0.95
+    assert chosen.full is not None
+    spare = chosen.option.pools.num_workers - chosen.option.needed.num_workers
+    assert spare == (1 if chosen.option.kind == "aggregated" else 2)
+
+
+def test_both_kinds_were_simulated_and_the_cheaper_one_is_taken(small: Plan) -> None:
+    assert small.other is not None
+    assert {small.option.kind, small.other.option.kind} == {"aggregated", "disaggregated"}
+    assert small.option.per_hour <= small.other.option.per_hour
+    assert all(one.rounds for one in (small.chosen, small.other))
+
+
+def test_money_is_gpus_times_hours_times_price(small: Plan) -> None:
+    money, option = small.money, small.option
+    assert money.per_month == pytest.approx(option.num_gpus * 3.0 * 730)
+    seconds = 730 * 3600
+    assert money.per_million * money.tokens_per_month / 1e6 == pytest.approx(money.per_month)
+    assert money.tokens_per_month == pytest.approx(6.0 * seconds * 1540, rel=0.01)
+    assert 0 < money.following_gpu_hours <= money.fixed_gpu_hours
+
+
+def test_a_day_has_the_mean_and_the_peak_that_were_asked_for(small: Plan) -> None:
+    rates = [row["requests_per_second"] for row in small.by_hour]
+    assert sum(rates) / 24 == pytest.approx(6.0)
+    assert max(rates) == pytest.approx(9.0)
+    assert small.load.requests_per_second == pytest.approx(9.0)
+
+
+def test_break_even_is_where_own_gpus_cost_what_the_api_asks(small: Plan) -> None:
+    even = small.break_even
+    assert even is not None
+    assert even.api_per_month == pytest.approx(6.0 * 730 * 3600 * (1500 * 0.5 + 40 * 1.5) / 1e6, rel=0.01)
+    assert even.factor is not None
+    assert even.factor < 1  # here the API is dearer
+    dear = break_even(small.option, small.load, Target(0.5, 0.02), 6.0, 1, 1e-6, 1e-6)
+    assert dear.factor is None
+
+
+def test_what_if_says_more_gpus_for_more_traffic_and_longer_prompts(small: Plan) -> None:
+    by_name = {one.what: one for one in small.what_ifs}
+    numbers = [by_name[f"traffic × {factor:g}"].num_gpus or 0 for factor in (0.5, 1, 2, 4)]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] > numbers[0]
+    assert by_name["traffic × 1"].attainment >= by_name["traffic × 4"].attainment
+    assert (by_name["prompts × 2"].num_gpus or 0) >= (by_name["traffic × 1"].num_gpus or 0)
+
+
+def test_the_json_says_what_the_console_needs_and_where_figures_are_from(found: dict[str, Any]) -> None:
+    assert found["format"] == plan_json.FORMAT
+    assert len(found["by_hour"]) == 24
+    assert {"ttft_seconds", "tpot_seconds", "attainment", "prefill_busy"} <= set(found["by_hour"][0])
+    assert all(figure["origin"] == "measured" and figure["source"] for figure in found["chosen"]["gpu"].values())
+    assert found["chosen"]["rounds"][0]["predicted"]["queue_seconds"]["mean"] > 0
+    assert {one["phase"]: one["bound"] for one in found["rooflines"]} == {"prefill": "compute", "decode": "memory"}
+    assert found["memory"]["h200"][0]["max_sequences_at_mean_context"] > 0
+    assert found["assumptions"]
+    assert found["unknowns"]
+
+
+def test_the_page_needs_nothing_else(found: dict[str, Any]) -> None:
+    shown = page.page({**found, "warnings": ["<script>alert(1)</script>"]})
+    assert "<script" not in shown
+    assert not re.search(r"""(src|href)\s*=|url\(|@import""", shown)
+    assert shown.count("<svg") == 5
+    assert "predicted" in shown
+    assert "simulated" in shown
+
+
+def test_pools_that_are_too_small_grow_until_the_simulation_holds(small: Plan) -> None:
+    """One worker of each, for three times what a prefill worker can do: prefill grows, decode has no need to."""
+    option = next(one for one in small.ways if one.kind == "disaggregated").with_needed(Pools(1, 1), 0)
+    load = small.load.at(60 / small.load.requests_per_second)
+    settled = settle(small.asked, option, small.traffic, load, Target(0.5, 0.02), 8192, say=lambda line: None)
+    assert settled.holds
+    assert settled.rounds[0].simulated.attainment < 0.95 <= settled.rounds[-1].simulated.attainment
+    assert settled.option.needed.prefill >= 2
+    assert settled.option.needed.decode == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "meta-llama/Llama-3.1-405B"}, r"811\.7 GB of weights.*need .* GB more.*What would: GPUs with"),
+        (
+            {"slo": {"ttft_seconds": 0.01, "tpot_seconds": 0.02}},
+            r"no number of GPUs meets the SLO.*would need 0\.\d+ s",
+        ),
+        ({"slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.001}}, r"no number of GPUs meets the SLO"),
+        (
+            {"budget": {"gpus": 1}},
+            r"a budget of 1 GPUs is below the \d+ that are needed; the least that keeps the SLO is",
+        ),
+        ({"budget": {"per_month": 10.0}}, r"a budget of 10 a month is below the [\d,]+"),
+        ({"gpus": [{"type": "h200", "price_per_hour": 3, "available": 1}]}, r"1 h200 are there, and \d+ are needed"),
+        ({"gpus": [{"type": "tpu9", "price_per_hour": 1}]}, r"no figures for GPU 'tpu9'.*memory_gb"),
+        ({"gpus": [{"type": "mine", "price_per_hour": 1, "tflops": 100}]}, r"of mine give all of memory_gb"),
+        ({"gpus": []}, r"gpus: "),
+        ({"precision": "fp3"}, r"precision: must be one of float32"),
+        ({"engine": {"max_context_tokens": 200_000}}, r"max_context_tokens: must be at most the model's 131072"),
+        (with_traffic(requests_per_second=0), r"traffic\.requests_per_second: Input should be greater than 0, got 0"),
+        (with_traffic(input_tokens=None), r"give a trace, or requests_per_second"),
+        (with_traffic(rate=3), r"traffic\.rate: Extra inputs are not permitted"),
+        (with_traffic(day=[0.0] * 24, peak_to_mean=None), r"a day needs an hour with traffic"),
+        (with_traffic(input_tokens={"mean": 500_000}), r"most requests of .* are longer"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_figures(changes: dict[str, object], message: str) -> None:
+    if changes.get("model"):
+        changes = {**changes, "gpus": [{"type": "h100", "price_per_hour": 2}]}
+    with pytest.raises(HeadraceError, match=message):
+        made(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,4\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,4\n", "at least 2 that fit"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,4\n", "at least 1, got 0"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46,10,4\n" * 3, "come at one time"),
+    ],
+)
+def test_an_empty_or_malformed_trace_is_refused_with_its_line(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        made(traffic={"trace": trace})
+
+
+def test_a_trace_is_planned_for_its_busiest_minute(tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "trace.csv"
+    quiet = [f"2023-11-16 18:{minute:02}:{second:02},1000,20" for minute in range(20) for second in range(0, 60, 10)]
+    busy = [f"2023-11-16 18:10:{second:02}.{part},1000,20" for second in range(1, 60) for part in range(0, 9, 3)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sorted(quiet + busy)]) + "\n")
+    found = made(traffic={"trace": trace}, simulate={"requests": 0})
+    assert found.load.requests_per_second == pytest.approx(183 / 60, rel=0.03)
+    assert found.traffic.mean_per_second == pytest.approx(297 / 1190, rel=0.01)
+
+
+def test_an_unmeasured_gpu_is_flagged_and_its_doubt_is_in_what_if() -> None:
+    found = made(
+        gpus=[{"type": "a100", "price_per_hour": 1.5}], **with_traffic(hit_rate=0.5), simulate={"requests": 0}, api=None
+    )
+    assert {"hit rate × 0.5", "hit rate 0"} <= {one.what for one in found.what_ifs}
+    assert any("never measured" in warning for warning in found.warnings)
+    assert any(one.what.startswith("steps × 1.3") for one in found.what_ifs)
+    assert any("nothing was simulated" in line for line in found.unknowns)
+
+
+def test_a_gpu_of_ones_own_is_taken_with_its_figures() -> None:
+    mine = {"memory_gb": 96, "tflops": 600, "memory_tb_per_second": 4.0, "link_gb_per_second": 300}
+    found = asked.parse({**SMALL, "gpus": [{"type": "mine", "price_per_hour": 2.0, **mine}]}).gpus[0].resolve()
+    assert {figure.origin for figure in found.figures().values()} == {"given"}
+    assert found.sheet.memory_bytes == 96e9
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(cli, ["plan", *words])
+
+
+def test_the_command_prints_json_and_writes_the_page(tmp_path: pathlib.Path) -> None:
+    path, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    path.write_text(yaml.safe_dump({**SMALL, "simulate": {"requests": 0}}))
+    ran = run(str(path), "--json", "--html", str(html))
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["chosen"]["num_gpus"] > 0
+    assert html.read_text().startswith("<!doctype html>")
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+def test_the_example_is_a_plan() -> None:
+    ran = run(str(EXAMPLE), "--no-simulation")
+    assert ran.exit_code == 0, ran.output
+    for title in ("Memory of one GPU", "Ways to serve", "Roofline", "What if", "Stands on", "Does not know"):
+        assert title in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [("../nowhere", "is no file here"), ("llama", "known shapes are meta-llama/")]
+)
+def test_a_refused_plan_writes_nothing(tmp_path: pathlib.Path, model: str, message: str) -> None:
+    path, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    path.write_text(yaml.safe_dump({**SMALL, "model": model}))
+    ran = run(str(path), "--html", str(html))
+    assert ran.exit_code != 0
+    assert message in str(ran.exception)
+    assert not html.exists()
