@@ -126,12 +126,12 @@ class Index:
         at are those who hold its first block already, or expect it."""
         extended = dict(depths)
         keys, reaches, expecting = chain.keys, chain.reaches, self.overlay.expecting
-        begun = self.overlay.rooted(keys[0]) if reaches(0) else ()
-        for worker, expected in expecting.items():
-            first = depths.get(worker, 0)
-            if (first < len(keys) and keys[first] not in expected) or not (first or worker in begun):
+        rooted = self.overlay.rooted(keys[0]) if reaches(0) else ()
+        begun = [(worker, 0) for worker in rooted if worker not in depths]
+        for worker, first in (*depths.items(), *begun):
+            expected, depth = expecting.get(worker), first
+            if not expected or (depth < len(keys) and keys[depth] not in expected):
                 continue  # as most often
-            depth = first
             while reaches(depth) and (keys[depth] in expected or (depth > first and self._holds(worker, keys[depth]))):
                 if keys[-1] in expected:
                     depth = len(keys) - 1

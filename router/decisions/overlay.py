@@ -7,7 +7,7 @@ came first gives way.
 """
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_BLOCKS = 500_000
@@ -45,7 +45,7 @@ class Overlay:
         """By worker: block → how many of its entries expect it. To be read, not kept."""
         return self._expected
 
-    def rooted(self, key: int) -> Container[str]:
+    def rooted(self, key: int) -> Iterable[str]:
         """The workers with an entry that begins with this block. Whoever else expects it holds what comes before it."""
         return self._roots.get(key, ())
 

@@ -138,12 +138,12 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     prefills = who_prefills(ask, view, now)
     if not decodes:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
-    pairs, tie = _priced(ask, decodes, prefills)
+    pairs, tie, compared = _priced(ask, decodes, prefills)
     output_tokens = min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
     costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds, output_tokens)
     chosen, num_near_equals = _pick(costs, tie)
-    decode = next(worker for worker in decodes if worker.worker_id == chosen.decode)
-    prefill = next((worker for worker in prefills if worker.worker_id == chosen.prefill), None)
+    decode = compared[chosen.decode]
+    prefill = compared[chosen.prefill] if chosen.prefill is not None else None
     cached = cached_tokens(ask, prefill or decode) + chosen.pulled_tokens
     reason = _reason(chosen, decode, prefills)
     decided = Decided(ask, view, now, tuple(pairs), chosen, num_near_equals, reason, slo)
@@ -153,21 +153,24 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 # -- price
 
 
-def _priced(ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]) -> tuple[list[Pair], float]:
-    """The pairs worth comparing, and what is left of the draw."""
-    best_decodes, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
+def _priced(
+    ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]
+) -> tuple[list[Pair], float, dict[str, WorkerView]]:
+    """The pairs worth comparing, what is left of the draw, and the workers of these pairs by id."""
+    best, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
     on_decodes, on_prefills = held_tokens(ask, decodes), held_tokens(ask, prefills)
     most = most_cached(ask, on_decodes, on_prefills)
     best_prefills, tie = _best_few(prefills, prefill_prices(ask, prefills, on_prefills, most), BEST_FEW + 1, tie)
     partners = [(worker, prefill_candidate(ask, worker, most)) for worker in best_prefills]
     pairs: list[Pair] = []
-    for decode in _with_warmest(best_decodes, decodes, on_decodes):
+    best_decodes = _with_warmest(best, decodes, on_decodes)
+    for decode in best_decodes:
         candidate = decode_candidate(ask, decode)
         allowed = [partner for partner in partners if _may_pair(decode, partner[0])][:BEST_FEW]
         pairs += _pairs(ask, decode, candidate, allowed, most)
         if _may_prefill_alone(ask, decode, candidate, [on_prefill for _, on_prefill in allowed]):
             pairs.append(_alone(ask, decode, candidate))
-    return pairs, tie
+    return pairs, tie, {worker.worker_id: worker for worker in (*best_prefills, *best_decodes)}
 
 
 def _with_warmest(best: list[WorkerView], decodes: list[WorkerView], held: list[int]) -> list[WorkerView]:
