@@ -1,61 +1,145 @@
-"""How fast a rank reads a peer's blocks over gloo on this machine, beside a bare TCP stream of the same bytes.
+"""How fast a rank reads a peer's blocks over a link between two processes of this machine, and what the link costs.
 
-    python -m loadtests.bench_link
+    python -m loadtests.bench_link [--scheme gloo | nixl]      # host memory, beside a bare TCP stream of the same bytes
+    python -m loadtests.bench_link --scheme nccl               # two GPUs, each process seeing its own
 
-Two processes, one thread of torch each. Prints a line a size, and one JSON object as its last line.
+SCHEME_*_gbps        bytes over the time of `link.pull`, from the call to its return; blocks scattered on both sides
+SCHEME_form_ms       a link's first pull, of one block
+SCHEME_memory_bytes  what a formed link has taken of each GPU's memory, staging included, and of that once closed
+SCHEME_killed_ms     from SIGKILL of the source in mid-pull to the pull's error; SCHEME_closed_ms: from close() beside a
+                     pull whose source has been stopped
 """
 
+import argparse
 import json
 import os
+import random
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from headrace.errors import HeadraceError
+from loadtests.report import Report, Row, add_arguments
 from workers.kv.layout import Piece, SlabLayout
-from workers.kv.links import gloo
-from workers.kv.links.base import BlockPull
+from workers.kv.links.base import BlockPull, KvLink, KvServer
 from workers.kv.pool import KvPool
 
-# Llama-3.1-8B at tp 8 in bf16, blocks of 32 tokens: 0.5 MiB each.
-SLAB = SlabLayout(num_kv_heads=1, num_layers=32, block_size=32, head_dim=128, element_bytes=2)
-WHOLE = Piece(0, 0, 0, 0, SLAB.num_kv_heads, 0, 0, SLAB.num_layers)
-NUM_BLOCKS = 128
-SIZES = (1, 16, 128)
+# Llama-3.1-8B in bf16, blocks of 32 tokens: at tp 8, 0.5 MiB each, in host memory; whole, 4 MiB, on a GPU.
+HOST = SlabLayout(num_kv_heads=1, num_layers=32, block_size=32, head_dim=128, element_bytes=2)
+GPU = SlabLayout(num_kv_heads=8, num_layers=32, block_size=32, head_dim=128, element_bytes=2)
 RUNS = 9
 
 
-def pool() -> KvPool:
-    torch.set_num_threads(1)
-    return KvPool(SLAB, NUM_BLOCKS, torch.bfloat16, torch.device("cpu"))
+class Scheme:
+    """One kind of link, and pools for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.on_gpu = name == "nccl"
+        self.slab, self.num_blocks = (GPU, 1024) if self.on_gpu else (HOST, 128)
+        self.sizes = (1, 32, 128, 512) if self.on_gpu else (1, 16, 128)
+
+    def pool(self) -> KvPool:
+        torch.set_num_threads(1)
+        pool = KvPool(self.slab, self.num_blocks, torch.bfloat16, torch.device("cuda", 0) if self.on_gpu else _CPU)
+        pool.tensor.normal_()
+        pool.settle()
+        return pool
+
+    def serve(self, pool: KvPool) -> KvServer:
+        if self.name == "nccl":
+            from workers.kv.links import nccl
+
+            return nccl.serve(pool, "127.0.0.1", 30.0)
+        from workers.kv.links import gloo
+
+        return gloo.serve(pool, "127.0.0.1", 30.0)
+
+    def link(self, endpoint: str, pool: KvPool) -> KvLink:
+        if self.name == "nccl":
+            from workers.kv.links import nccl
+
+            return nccl.link(endpoint, pool, 30.0)
+        from workers.kv.links import gloo
+
+        return gloo.link(endpoint, pool, 30.0)
+
+    def free_bytes(self) -> int:
+        if not self.on_gpu:
+            return 0
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
 
 
-def serve() -> None:
-    """The source's process: a pool to read from, and a bare stream of as many bytes as each connection asks for."""
-    server = gloo.serve(pool(), "127.0.0.1", 30.0)
+_CPU = torch.device("cpu")
+
+
+def serve(scheme: Scheme) -> None:
+    """The source's process: a pool to read from, and a bare stream of as many bytes as each connection asks for. Says how
+    much memory its device has free, for each line that it is sent."""
+    server = scheme.serve(scheme.pool())
     with socket.create_server(("127.0.0.1", 0)) as bare:
         print(json.dumps([server.endpoint, bare.getsockname()[1]]), flush=True)
-        content = bytes(NUM_BLOCKS * SLAB.block_bytes)
-        stream, _ = bare.accept()
-        with stream:
-            while asked := stream.recv(8):
-                stream.sendall(memoryview(content)[: int.from_bytes(asked, "little")])
+        threading.Thread(target=_answer_bare, args=(bare, scheme), daemon=True).start()
+        for _ in sys.stdin:
+            print(scheme.free_bytes(), flush=True)
     server.close()
 
 
+def _answer_bare(bare: socket.socket, scheme: Scheme) -> None:
+    content = bytes(scheme.num_blocks * HOST.block_bytes)
+    stream, _ = bare.accept()
+    with stream:
+        while asked := stream.recv(8):
+            stream.sendall(memoryview(content)[: int.from_bytes(asked, "little")])
+
+
+class Source:
+    """A peer's process; with a GPU, one that sees the given one alone."""
+
+    def __init__(self, scheme: Scheme, device: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "loadtests.bench_link", "--scheme", scheme.name, "--serve"],
+            env={**os.environ, **({"CUDA_VISIBLE_DEVICES": device} if scheme.on_gpu else {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.endpoint, self.port = json.loads(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def free_bytes(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
 def gigabytes_per_second(num_bytes: int, move: Callable[[], object]) -> list[float]:
-    move()
     samples = []
-    for _ in range(RUNS):
+    for _ in range(RUNS + 2):
         began = time.perf_counter()
         move()
         samples.append(num_bytes / (time.perf_counter() - began) / 1e9)
-    return samples
+    return samples[2:]
 
 
 def read_bare(stream: socket.socket, into: memoryview) -> None:
@@ -64,40 +148,136 @@ def read_bare(stream: socket.socket, into: memoryview) -> None:
         into = into[stream.recv_into(into) :]
 
 
-def main() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "loadtests.bench_link", "serve"], stdout=subprocess.PIPE, text=True
-    ) as source:
-        assert source.stdout is not None
-        endpoint, port = json.loads(source.stdout.readline())
-        link = gloo.link(endpoint, pool(), 30.0)
-        room = memoryview(bytearray(NUM_BLOCKS * SLAB.block_bytes))
-        rows = []
-        with socket.create_connection(("127.0.0.1", port)) as bare:
-            for size in SIZES:
-                blocks = [BlockPull(block, 0, block) for block in range(size)]
-                num_bytes = size * SLAB.block_bytes
-                ours = gigabytes_per_second(num_bytes, partial(link.pull, blocks, WHOLE))
-                peer = gigabytes_per_second(num_bytes, partial(read_bare, bare, room[:num_bytes]))
-                value, bound = statistics.median(ours), statistics.median(peer)
-                print(
-                    f"{num_bytes / 2**20:6.1f} MiB in {size:3} blocks  {value:6.2f} GB/s  (bare TCP {bound:.2f} GB/s)"
-                )
-                rows.append(
-                    {
-                        "name": f"gloo_{num_bytes // 2**10}kib_gbps",
-                        "value": value,
-                        "unit": "GB/s",
-                        "better": "higher",
-                        "samples": ours,
-                        "peer": bound,
-                        "peer_name": "bare TCP",
-                        "ratio": value / bound,
-                    }
-                )
+class Bench:
+    def __init__(self, report: Report, scheme: Scheme, device: str) -> None:
+        self.report, self.scheme, self.device = report, scheme, device
+        self.pool = scheme.pool()
+        self.whole = Piece(0, 0, 0, 0, scheme.slab.num_kv_heads, 0, 0, scheme.slab.num_layers)
+        self._draw = random.Random(0)
+
+    def blocks(self, count: int) -> list[BlockPull]:
+        every = range(self.scheme.num_blocks)
+        pairs = zip(self._draw.sample(every, count), self._draw.sample(every, count), strict=True)
+        return [BlockPull(source, 0, target) for source, target in pairs]
+
+    def pull(self, link: KvLink, count: int) -> None:
+        link.pull(self.blocks(count), self.whole)
+
+    def rates(self) -> None:
+        name = self.scheme.name
+        with Source(self.scheme, self.device) as source, socket.create_connection(("127.0.0.1", source.port)) as bare:
+            free = source.free_bytes(), self.scheme.free_bytes()
+            forming = []
+            for _ in range(3):
+                link = self.scheme.link(source.endpoint, self.pool)
+                began = time.perf_counter()
+                self.pull(link, 1)
+                forming.append((time.perf_counter() - began) * 1e3)
+                link.close()
+            self.add("form_ms", statistics.median(forming), "ms", "lower", forming)
+            link = self.scheme.link(source.endpoint, self.pool)
+            room = memoryview(bytearray(self.scheme.num_blocks * HOST.block_bytes))
+            for size in self.scheme.sizes:
+                num_bytes = size * self.scheme.slab.block_bytes
+                ours = gigabytes_per_second(num_bytes, partial(self.pull, link, size))
+                label = f"{num_bytes >> 20}mib" if num_bytes >> 20 else f"{num_bytes >> 10}kib"
+                must, aim = (250.0, 330.0) if (name, label) == ("nccl", "512mib") else (None, None)
+                row = Row(f"{name}_{label}_gbps", statistics.median(ours), "GB/s", "higher", must, aim, ours)
+                if not self.scheme.on_gpu:
+                    peer = statistics.median(
+                        gigabytes_per_second(num_bytes, partial(read_bare, bare, room[:num_bytes]))
+                    )
+                    row = Row(row.name, row.value, "GB/s", "higher", samples=ours, peer=peer, peer_name="bare TCP")
+                self.report.add(row)
+            if self.scheme.on_gpu:
+                self.memory(source, link, free)
+            link.close()
+
+    def memory(self, source: Source, link: KvLink, free: tuple[int, int]) -> None:
+        held = [
+            float(before - now)
+            for before, now in zip(free, (source.free_bytes(), self.scheme.free_bytes()), strict=True)
+        ]
         link.close()
-    print(json.dumps({"bench": "link", "cores": os.cpu_count(), "torch": torch.__version__, "rows": rows}))
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and free[1] - self.scheme.free_bytes() > held[1] / 4:
+            time.sleep(0.01)
+        after = [
+            before - now for before, now in zip(free, (source.free_bytes(), self.scheme.free_bytes()), strict=True)
+        ]
+        note = f"source {held[0] / 2**20:.0f} MiB, reader {held[1] / 2**20:.0f}; closed: " + " and ".join(
+            f"{each / 2**20:.0f}" for each in after
+        )
+        self.add("memory_bytes", max(held), "bytes", "lower", held, note)
+
+    def ends(self) -> None:
+        """A peer that dies, and one that stands still, in mid-pull."""
+        for name, number in (("killed_ms", signal.SIGKILL), ("closed_ms", signal.SIGSTOP)):
+            with Source(self.scheme, self.device) as source:
+                link = self.scheme.link(source.endpoint, self.pool)
+                self.pull(link, 1)
+                over = threading.Event()
+                failed: list[HeadraceError] = []
+                thread = threading.Thread(target=self._pull_until_it_fails, args=(link, over, failed))
+                thread.start()
+                time.sleep(0.2)
+                began = time.perf_counter()
+                source.process.send_signal(number)
+                if number == signal.SIGSTOP:
+                    time.sleep(0.3)
+                    began = time.perf_counter()
+                    link.close()
+                ended = over.wait(10)
+                took = (time.perf_counter() - began) * 1e3
+                self.add(
+                    name, took, "ms", "lower", note=str(failed[0]) if ended else "not over after 10 s", must=1000.0
+                )
+
+    def _pull_until_it_fails(self, link: KvLink, over: threading.Event, failed: list[HeadraceError]) -> None:
+        try:
+            while True:
+                self.pull(link, self.scheme.sizes[-1])
+        except HeadraceError as error:
+            failed.append(error)
+        over.set()
+
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        better: str,
+        samples: Sequence[float] = (),
+        note: str = "",
+        must: float | None = None,
+    ) -> None:
+        row = Row(f"{self.scheme.name}_{name}", value, unit, "lower", must, samples=list(samples), note=note)
+        self.report.add(row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--scheme", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--source-device", default="1", help="the source's GPU, as CUDA_VISIBLE_DEVICES names it")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    scheme = Scheme(arguments.scheme)
+    if arguments.serve:
+        serve(scheme)
+        return 0
+    hardware = ""
+    if scheme.on_gpu:
+        card = torch.cuda.get_device_properties(0)
+        hardware = f"2 × {card.name}, {card.total_memory / 2**30:.0f} GiB"
+    report = Report("link", ("torch",), **({"hardware": hardware} if hardware else {}))
+    bench = Bench(report, scheme, arguments.source_device)
+    bench.rates()
+    bench.ends()
+    code = report.close(arguments)
+    sys.stdout.flush()
+    os._exit(code)  # over threads that sit in calls of a communication library
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["serve"] else main()
+    raise SystemExit(main())

@@ -49,13 +49,27 @@ def _nvlink() -> Implementation:
     )
 
 
-MAKE = {"gloo": _gloo, "nvlink": _nvlink}
+def _nccl() -> Implementation:
+    from workers.kv.links import nccl
+
+    return Implementation(
+        lambda pool, hook: nccl.serve(pool, "127.0.0.1", 10.0, hook),
+        lambda endpoint, pool, seconds, _: nccl.link(endpoint, pool, seconds),
+        torch.device("cuda", torch.cuda.device_count() - 1),
+        torch.device("cuda", 0),
+        True,
+    )
+
+
+MAKE = {"gloo": _gloo, "nccl": _nccl, "nvlink": _nvlink}
 
 
 def why_not(scheme: str) -> str:
     """Why an implementation cannot be tested here; "" when it can."""
     if scheme == "nvlink" and not torch.cuda.is_available():
         return "nvlink needs a CUDA device"
+    if scheme == "nccl" and torch.cuda.device_count() < 2:
+        return "nccl needs two CUDA devices"
     if scheme == "nvlink" and importlib.util.find_spec("cuda.bindings") is None:
         return "nvlink needs cuda-bindings"
     return ""

@@ -38,7 +38,7 @@ from workers.kv.pool import KvPool
 
 pytestmark = pytest.mark.torch
 
-ON_GPU = ("nvlink",)
+ON_GPU = ("nccl", "nvlink")
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SMALL = SlabLayout(num_kv_heads=3, num_layers=4, block_size=4, head_dim=2, element_bytes=4)
 OTHER = SlabLayout(num_kv_heads=2, num_layers=5, block_size=4, head_dim=2, element_bytes=4)

@@ -66,6 +66,10 @@ class KvLink(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Nobody has pulled for a while, and nobody does just now: a link that holds what is missed elsewhere closes."""
+        ...
+
     def close(self) -> None:
         """Idempotent. A pull under way raises LinkClosed within a second, whatever the peer does."""
         ...

@@ -1,48 +1,53 @@
-"""Copies pieces of blocks from mapped memory into a pool on a GPU, on a stream of its own, beside what the pool's worker
+"""Copies pieces of blocks between pools' memory and staging on a GPU, on a stream of its own, beside what the pool's worker
 computes: one launch of few thread blocks, whatever the number of blocks and runs."""
 
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from kernels.pull_blocks import PullLauncher, PullShape
 from kernels.tuning import PullTile, tuning_of
 from workers.kv.layout import Piece, SlabLayout
-from workers.kv.pool import KvPool
 
 LEAST_ROOM, ROOM_STEP = 512, 64  # blocks
 
 
+class Slabs(NamedTuple):
+    """Blocks that follow each other from `address` on, which is a multiple of 16 bytes."""
+
+    address: int
+    slab: SlabLayout
+
+
 class BlockCopy:
-    """Into one pool, by one thread at a time. What has been copied when `run` returns is there for whatever is launched
+    """On one device, by one thread at a time. What has been copied when `run` returns is there for whatever is launched
     afterwards."""
 
-    def __init__(self, pool: KvPool, tile: PullTile | None = None) -> None:
+    def __init__(self, device: torch.device, tile: PullTile | None = None) -> None:
         """`tile`: how the kernel is launched, where not as the card was tuned."""
-        device = pool.tensor.device
-        self._pool = pool
+        self._device = device
         self._launcher = PullLauncher(tile or tuning_of(device).pull)
-        self._target = pool.tensor.data_ptr()
         _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # its stub takes it for a method
         self._stream = torch.cuda.Stream(device, priority=highest)
         # Waited for by spinning: a sleeping thread wakes a tenth of a millisecond late, and a pull takes about one.
         self._done = torch.cuda.Event()
         self._make_room(LEAST_ROOM)
 
-    def run(self, address: int, slab: SlabLayout, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
-        """Blocks the calling thread until it is done. `address` and `slab` are those of the pool that is read."""
+    def run(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
+        """Blocks the calling thread until it is done."""
         count = len(sources)
         if count > self._room:
             self._make_room(2 * count)
         self._staged[:count] = array("i", sources)
         self._staged[self._room : self._room + count] = array("i", targets)
-        shape = _shape(slab, self._pool.slab, piece)
+        shape = _shape(source.slab, target.slab, piece)
         with torch.cuda.stream(self._stream):
             self._numbers.copy_(self._pinned, non_blocking=True)
             try:
-                self._launcher.launch(address, self._target, self._sources, self._targets, count, shape)
+                self._launcher.launch(source.address, target.address, self._sources, self._targets, count, shape)
             finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
                 self._done.record(self._stream)
                 self._done.synchronize()
@@ -53,7 +58,7 @@ class BlockCopy:
         self._room = -(-count // ROOM_STEP) * ROOM_STEP
         self._pinned = torch.zeros(2 * self._room, dtype=torch.int32).pin_memory()
         self._staged = self._pinned.numpy().data
-        self._numbers = torch.empty(2 * self._room, dtype=torch.int32, device=self._pool.tensor.device)
+        self._numbers = torch.empty(2 * self._room, dtype=torch.int32, device=self._device)
         self._sources, self._targets = self._numbers.split(self._room)
 
 

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from headrace.errors import LinkClosed
 from workers.kv.links.closing import abandonable
 from workers.kv.links.pair import Pair
+from workers.kv.links.staged import SOURCE, TARGET
 
-SOURCE, TARGET = 0, 1
 PAYLOAD_TAG, ABORT_TAG = 1, 2
 
 _Gloo: Any = dist.ProcessGroupGloo  # its stubs know none of its methods

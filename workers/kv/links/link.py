@@ -12,7 +12,11 @@ from workers.kv.links.closing import Closing
 
 
 class Transport(Protocol):
-    """How the bytes of one link come here. All of it is called by one thread at a time."""
+    """How the bytes of one link come here. All of it is called by one thread at a time. `dear`: a formed one holds memory
+    that is missed elsewhere."""
+
+    @property
+    def dear(self) -> bool: ...
 
     def form(self, closing: Closing) -> None:
         """Once, before the first transfer. Ends at once when `closing` closes; IncompatiblePeer, LinkClosed."""
@@ -47,6 +51,10 @@ class Link:
 
     def close(self) -> None:
         self._closing.close("closed from this side")
+
+    def rest(self) -> None:
+        if self._transport.dear and self._formed:
+            self._closing.close("nobody pulled for a while")
 
     def pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> PullReceipt:
         try:

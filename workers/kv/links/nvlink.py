@@ -21,12 +21,12 @@ from workers.kv.channel import UNIX, Channel, ChannelClosed, Listener
 from workers.kv.device_memory import MappedMemory
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.links.base import BlockPull, KvServer
-from workers.kv.links.block_copy import BlockCopy
+from workers.kv.links.block_copy import BlockCopy, Slabs
 from workers.kv.links.closing import Closing, abandonable
 from workers.kv.links.endpoint import Endpoint, Place, this_machine
 from workers.kv.links.link import Link
 from workers.kv.links.pair import Message, Pair, reach
-from workers.kv.links.server import LinkServer
+from workers.kv.links.server import Answer, LinkServer
 from workers.kv.links.terms import ReadHook, Terms, check_epochs, check_read
 from workers.kv.pool import Exportable, KvPool
 from workers.kv.shared_words import map_words
@@ -41,9 +41,14 @@ def place_of(pool: KvPool) -> Place:
     return Place(this_machine(), f"GPU-{torch.cuda.get_device_properties(pool.tensor.device).uuid}")
 
 
+def answer(pool: KvPool, seconds: float) -> Answer:
+    """The source's end of each link. `seconds` bounds the steps of forming it."""
+    return NvlinkSource(pool, seconds).answer
+
+
 def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
-    """Opens `pool` to peers on this machine. `seconds` bounds the steps of forming a link."""
-    return LinkServer(host, seconds, {SCHEME: NvlinkSource(pool, seconds).answer}, place_of(pool))
+    """Opens `pool` to peers on this machine, over nvlink alone."""
+    return LinkServer(host, seconds, {SCHEME: answer(pool, seconds)}, place_of(pool))
 
 
 def link(endpoint: str, pool: KvPool, seconds: float, hook: ReadHook | None = None) -> Link:
@@ -111,6 +116,8 @@ class Mapped:
 class NvlinkTransport:
     """The target's end. Owns the mapping of the peer's memory, and a stream."""
 
+    dear = False
+
     def __init__(
         self,
         where: Endpoint,
@@ -123,7 +130,8 @@ class NvlinkTransport:
         self._pool = pool
         self._seconds = seconds
         self._hook = hook
-        self._copying = BlockCopy(pool, tile)
+        self._copying = BlockCopy(pool.tensor.device, tile)
+        self._own = Slabs(pool.tensor.data_ptr(), pool.slab)
         self.mapped: Mapped | None = None
 
     def form(self, closing: Closing) -> None:
@@ -172,7 +180,7 @@ class NvlinkTransport:
         sources, epochs, targets, _ = zip(*blocks, strict=True)
         check_read(source.slab, source.num_blocks, piece, sources)
         self._check_epochs(blocks, sources, epochs)
-        self._copying.run(source.blocks.address, source.slab, sources, targets, piece)
+        self._copying.run(Slabs(source.blocks.address, source.slab), self._own, sources, targets, piece)
         if self._hook is not None:
             for index in range(len(blocks)):
                 abandonable(partial(self._hook, index), self._closing)

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from headrace.errors import HeadraceError, IncompatiblePeer, InternalError, LinkClosed
 from headrace.values import ParallelLayout
@@ -16,6 +16,9 @@ from workers.kv.pool import KvPool
 log = logging.getLogger(__name__)
 
 Done = Callable[[PullReceipt | HeadraceError], None]
+Job = tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], int, Done]
+
+IDLE_SECONDS = 60.0
 
 
 @lru_cache(maxsize=64)
@@ -84,8 +87,7 @@ class _Peer:
     """One peer worker: a queue of pulls, the thread that carries them out, a link for each source rank it read from."""
 
     def __init__(self, pool: KvPool, endpoint: str, seconds: float, key: tuple[str, int]) -> None:
-        self.jobs: SimpleQueue[tuple[PeerRanks, tuple[Piece, ...], Sequence[BlockPull], int, Done] | None]
-        self.jobs = SimpleQueue()
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._pool = pool
         self._endpoint = endpoint
         self._seconds = seconds
@@ -104,7 +106,7 @@ class _Peer:
             link.close()
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._next()) is not None:
             peer, pieces, blocks, after_step, done = job
             try:
                 outcome: PullReceipt | HeadraceError = self._pull(peer, pieces, blocks, after_step)
@@ -114,6 +116,16 @@ class _Peer:
                 log.exception("a pull failed")
                 outcome = InternalError(f"{type(error).__name__}: {error}")
             done(outcome)
+
+    def _next(self) -> Job | None:
+        while True:
+            try:
+                return self.jobs.get(timeout=IDLE_SECONDS)
+            except Empty:
+                with self._lock:
+                    links = list(self._links.values())
+                for link in links:
+                    link.rest()
 
     def _pull(
         self, peer: PeerRanks, pieces: tuple[Piece, ...], blocks: Sequence[BlockPull], after_step: int

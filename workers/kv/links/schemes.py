@@ -1,26 +1,30 @@
 """Which KvLink reads from an endpoint, and which server a pool gets; the only place that knows them all. What is not used
 is not imported: a host without a GPU has neither CUDA nor Triton."""
 
+import contextlib
+
 import torch
 
 from headrace.errors import HeadraceError, TransferFailed
 from workers.kv.layout import Piece
 from workers.kv.links import gloo
 from workers.kv.links.base import BlockPull, KvLink, KvServer
-from workers.kv.links.choice import NVLINK, choose
+from workers.kv.links.choice import GLOO, NCCL, NVLINK, choose
 from workers.kv.links.endpoint import schemes_of
+from workers.kv.links.server import LinkServer
 from workers.kv.pool import KvPool
 
 MARKS = 113  # exact in bfloat16 too; prime, so that no two rows of a block are alike
 
 
 def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
-    """Opens `pool` to peers. `seconds` bounds the wait for each of a peer's messages."""
+    """Opens `pool` to peers, over all that may join it to one. `seconds` bounds the wait for each of a peer's messages."""
     if pool.exportable is None:
-        return gloo.serve(pool, host, seconds)
-    from workers.kv.links import nvlink
+        return LinkServer(host, seconds, {GLOO: gloo.answer(pool, seconds)})
+    from workers.kv.links import nccl, nvlink
 
-    return nvlink.serve(pool, host, seconds)
+    answers = {NVLINK: nvlink.answer(pool, seconds), NCCL: nccl.answer(pool, seconds)}
+    return LinkServer(host, seconds, answers, nvlink.place_of(pool))
 
 
 def try_out(pool: KvPool, endpoint: str, seconds: float) -> None:
@@ -34,16 +38,19 @@ def try_out(pool: KvPool, endpoint: str, seconds: float) -> None:
     whole = Piece(0, 0, 0, 0, slab.num_kv_heads, 0, 0, slab.num_layers)
     block = [BlockPull(0, int(pool.epochs[0]), pool.trash_block)]
     for scheme in schemes_of(endpoint):
-        link = _link(scheme, endpoint, pool, seconds)
         source.copy_(marks.view(source.shape))
         target.zero_()
         pool.settle()
         try:
-            link.pull(block, whole)
+            if scheme == NCCL:
+                from workers.kv.links import nccl
+
+                nccl.try_out(pool, 0, pool.trash_block)
+            else:
+                with contextlib.closing(_link(scheme, endpoint, pool, seconds)) as link:
+                    link.pull(block, whole)
         except HeadraceError as error:
             raise TransferFailed(f"{scheme}: a block of our own did not come over it: {error.message}") from error
-        finally:
-            link.close()
         if not torch.equal(source, target):
             raise TransferFailed(f"{scheme}: a block of our own came over it as something else")
     source.copy_(before)
@@ -61,4 +68,8 @@ def _link(scheme: str, theirs: str, pool: KvPool, seconds: float) -> KvLink:
         from workers.kv.links import nvlink
 
         return nvlink.link(theirs, pool, seconds)
+    if scheme == NCCL:
+        from workers.kv.links import nccl
+
+        return nccl.link(theirs, pool, seconds)
     return gloo.link(theirs, pool, seconds)

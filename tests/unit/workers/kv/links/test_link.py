@@ -19,6 +19,8 @@ BLOCKS = [BlockPull(0, 1, 0)]
 class Recorded:
     """A transport that carries out what a test wants."""
 
+    dear = False
+
     def __init__(self, forming: Callable[[], object] = int, moving: Callable[[], object] = int) -> None:
         self.calls: list[str] = []
         self._forming, self._moving = forming, moving
@@ -62,6 +64,18 @@ def test_it_waits_for_a_step_of_the_source_before_it_reads() -> None:
     transport = Recorded()
     Link(transport).pull(BLOCKS, PIECE, after_step=7)
     assert transport.calls == ["form", "await 7", "transfer"]
+
+
+@pytest.mark.parametrize("dear", [False, True])
+def test_one_that_is_dear_to_keep_closes_when_nobody_pulls(dear: bool) -> None:
+    transport = Recorded()
+    transport.dear = dear
+    link = Link(transport)
+    link.rest()
+    assert not link.closed
+    link.pull(BLOCKS, PIECE)
+    link.rest()
+    assert link.closed is dear
 
 
 def test_one_that_was_never_formed_has_nothing_to_let_go() -> None:

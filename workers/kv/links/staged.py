@@ -1,0 +1,156 @@
+"""Links whose source takes part: requests and epochs over a pair's control channel, blocks in messages that something else
+carries, gathered at the source and scattered at the target.
+
+The target asks for a piece of some blocks at the epochs it was told. The source answers in parts of bounded size: it
+reads the epochs, gathers the part into one message, reads the epochs again, sends both readings, and, when they are
+what was asked for, the message. The target, which alone writes its pool, checks for itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headrace.errors import IncompatiblePeer
+from workers.kv.layout import Piece
+from workers.kv.links.base import BlockPull
+from workers.kv.links.closing import Closing
+from workers.kv.links.endpoint import Endpoint
+from workers.kv.links.pair import Message, Pair, reach
+from workers.kv.links.terms import ReadHook, Terms, check_epochs, check_read
+from workers.kv.pool import KvPool
+
+SOURCE, TARGET = 0, 1
+
+Sent = Any  # what a carrier knows a message by that is under way
+
+
+class Carrier(Protocol):
+    """Moves the messages of one link at one of its ends; formed and used by one thread. What it does not finish raises
+    LinkClosed, at once when the pair closes."""
+
+    def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
+        """The source's part of a message, complete: it stays as it is until two more were read."""
+        ...
+
+    def send(self, content: Tensor) -> Sent: ...
+
+    def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Sent]:
+        """Room for a message, and its coming. It stays as it is until two more were received."""
+        ...
+
+    def finish(self, sent: Sent) -> None:
+        """Returns when the message is there, or is gone."""
+        ...
+
+    def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
+        """Into the pool; nothing is written any more when it returns."""
+        ...
+
+
+# Given the pair and which end this is; blocks until the other end is there.
+MakeCarrier = Callable[[Pair, int], Carrier]
+
+
+def parts(num_blocks: int, block_bytes: int, message_bytes: int) -> Iterator[slice]:
+    """The blocks of each message; both ends cut alike."""
+    step = max(1, message_bytes // block_bytes)
+    return (slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step))
+
+
+class StagedSource:
+    """What the source's end of a link does; shared by all links that read `pool`."""
+
+    def __init__(self, pool: KvPool, make: MakeCarrier, message_bytes: int, hook: ReadHook | None) -> None:
+        self._pool = pool
+        self._make = make
+        self._message_bytes = message_bytes
+        self._hook = hook
+
+    def answer(self, pair: Pair, first: Message) -> None:
+        terms = Terms.of(self._pool)
+        pair.send(asdict(terms))
+        terms.check(first)
+        carrier = self._make(pair, SOURCE)
+        while True:
+            self._read(pair, carrier, pair.next(None))
+
+    def _read(self, pair: Pair, carrier: Carrier, request: Message) -> None:
+        piece = Piece(**request["piece"])
+        blocks: list[int] = request["blocks"]
+        asked: list[int] = request["epochs"]
+        check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
+        sending: Sent | None = None
+        for part in parts(len(blocks), piece.num_bytes(self._pool.slab), self._message_bytes):
+            before = self._pool.epochs[blocks[part]].tolist()
+            content = carrier.read(blocks[part], piece)
+            if self._hook is not None:
+                for index in range(part.start, part.stop):
+                    self._hook(index)
+            after = self._pool.epochs[blocks[part]].tolist()
+            if sending is not None:
+                carrier.finish(sending)
+                sending = None
+            pair.send({"before": before, "after": after})
+            if not before == after == asked[part]:
+                return
+            sending = carrier.send(content)
+        if sending is not None:
+            carrier.finish(sending)
+
+
+class StagedTransport:
+    """The target's end."""
+
+    def __init__(
+        self,
+        scheme: str,
+        where: Endpoint,
+        pool: KvPool,
+        seconds: float,
+        make: MakeCarrier,
+        message_bytes: int,
+        *,
+        dear: bool = False,
+    ) -> None:
+        """`dear`: to keep; such a link closes when nobody pulls over it."""
+        self.dear = dear
+        self._scheme = scheme
+        self._where = where
+        self._pool = pool
+        self._seconds = seconds
+        self._make = make
+        self._message_bytes = message_bytes
+
+    def form(self, closing: Closing) -> None:
+        where, terms = self._where, Terms.of(self._pool)
+        self._pair = Pair(reach(where.host, where.port, where.token, self._seconds, closing), closing)
+        self._pair.send({"scheme": self._scheme, **asdict(terms)})
+        terms.check(self._pair.next(self._seconds))
+        self._carrier = self._make(self._pair, TARGET)
+
+    def await_step(self, step: int) -> None:
+        raise IncompatiblePeer(f"{self._scheme} awaits no steps, was asked for plan {step}", field="after_step")
+
+    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+        asked = [block.epoch for block in blocks]
+        targets = [block.target for block in blocks]
+        self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
+        carrier, block_bytes = self._carrier, piece.num_bytes(self._pool.slab)
+        arrived: tuple[slice, Tensor] | None = None
+        for part in parts(len(blocks), block_bytes, self._message_bytes):
+            header = self._pair.next(self._seconds)
+            check_epochs(blocks[part], header["after"])
+            check_epochs(blocks[part], header["before"])
+            content, coming = carrier.receive(part.stop - part.start, piece)
+            if arrived is not None:  # written while the next message is on its way
+                carrier.write(targets[arrived[0]], piece, arrived[1])
+            carrier.finish(coming)
+            arrived = (part, content)
+        if arrived is not None:
+            carrier.write(targets[arrived[0]], piece, arrived[1])
+        return block_bytes * len(blocks)
+
+    def release(self) -> None:
+        """The pair and what carries its messages close with the link."""
