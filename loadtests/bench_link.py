@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from headrace.errors import HeadraceError
-from loadtests.report import Report, Row, add_arguments
+from loadtests.report import Report, Row, add_arguments, cpu
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.links.base import BlockPull, KvLink, KvServer
 from workers.kv.pool import KvPool
@@ -270,7 +270,7 @@ def main() -> int:
     if scheme.on_gpu:
         card = torch.cuda.get_device_properties(0)
         hardware = f"2 × {card.name}, {card.total_memory / 2**30:.0f} GiB"
-    report = Report("link", ("torch",), **({"hardware": hardware} if hardware else {}))
+    report = Report("link", ("torch",), hardware=hardware or cpu())
     bench = Bench(report, scheme, arguments.source_device)
     bench.rates()
     bench.ends()

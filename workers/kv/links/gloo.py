@@ -43,6 +43,8 @@ def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
 class GlooCarrier:
     """Every message is memory of its own: gloo may still write into it when the link has closed."""
 
+    depth = 1
+
     def __init__(self, pool: KvPool, pair: Pair, me: int, seconds: float) -> None:
         self._pool = pool
         self._group = PairGroup(pair, me, seconds)

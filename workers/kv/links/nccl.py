@@ -32,9 +32,8 @@ from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
-MESSAGE_BYTES = 64 * 2**20
-NUM_SLOTS = 2
-MOST_BLOCKS_OF_THREADS = 16  # of a communicator: its memory grows with them
+MESSAGE_BYTES = 32 * 2**20
+DEPTH = 3
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog
 
@@ -76,7 +75,6 @@ class NcclPair:
             with _forming, _as_we_need():
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = FOR_EVER
-                options.config.max_ctas = MOST_BLOCKS_OF_THREADS
                 group: Any = dist.ProcessGroupNCCL(pair.store, me, 2, options)
             pair.closing.on_close(lambda: threading.Thread(target=_abort, args=(group,), daemon=True).start())
             # NCCL forms a communicator with its first message, on which both ends wait.
@@ -112,15 +110,16 @@ class NcclPair:
 
 
 class NcclCarrier:
-    """Owns the staging: two messages, so that one is on its way while another is gathered or scattered."""
+    """Owns the staging: as many messages as are on their way at once, and one that is gathered or scattered meanwhile."""
+
+    depth = DEPTH
 
     def __init__(self, pool: KvPool, pair: NcclPair) -> None:
         self._pool = pool
         self._pair = pair
         self._copying = BlockCopy(pool.tensor.device)
-        self._slots: list[Tensor | None] = [None] * NUM_SLOTS
+        self._slots: list[Tensor | None] = [None] * (DEPTH + 1)
         self._turn = 0
-        # An abort lets go of what NCCL may still write; the staging lives until the link is gone.
         self._own = Slabs(pool.tensor.data_ptr(), pool.slab)
 
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
@@ -144,7 +143,7 @@ class NcclCarrier:
 
     def _room(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Slabs]:
         num_bytes = num_blocks * piece.num_bytes(self._pool.slab)
-        at, self._turn = self._turn, (self._turn + 1) % NUM_SLOTS
+        at, self._turn = self._turn, (self._turn + 1) % (DEPTH + 1)
         slot = self._slots[at]
         if slot is None or slot.numel() < num_bytes:
             room = max(num_bytes, MESSAGE_BYTES)

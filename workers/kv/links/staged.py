@@ -6,13 +6,14 @@ reads the epochs, gathers the part into one message, reads the epochs again, sen
 what was asked for, the message. The target, which alone writes its pool, checks for itself.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from headrace.errors import IncompatiblePeer
+from headrace.errors import IncompatiblePeer, StaleBlocks
 from workers.kv.layout import Piece
 from workers.kv.links.base import BlockPull
 from workers.kv.links.closing import Closing
@@ -27,17 +28,20 @@ Sent = Any  # what a carrier knows a message by that is under way
 
 
 class Carrier(Protocol):
-    """Moves the messages of one link at one of its ends; formed and used by one thread. What it does not finish raises
-    LinkClosed, at once when the pair closes."""
+    """Moves the messages of one link at one of its ends, `depth` of them at once; formed and used by one thread. What it
+    does not finish raises LinkClosed, at once when the pair closes."""
+
+    @property
+    def depth(self) -> int: ...
 
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        """The source's part of a message, complete: it stays as it is until two more were read."""
+        """The source's part of a message, complete: it stays as it is until `depth` + 1 more are read."""
         ...
 
     def send(self, content: Tensor) -> Sent: ...
 
     def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Sent]:
-        """Room for a message, and its coming. It stays as it is until two more were received."""
+        """Room for a message, and its coming. It stays as it is until `depth` + 1 more are received."""
         ...
 
     def finish(self, sent: Sent) -> None:
@@ -81,7 +85,7 @@ class StagedSource:
         blocks: list[int] = request["blocks"]
         asked: list[int] = request["epochs"]
         check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
-        sending: Sent | None = None
+        sending: deque[Sent] = deque()
         for part in parts(len(blocks), piece.num_bytes(self._pool.slab), self._message_bytes):
             before = self._pool.epochs[blocks[part]].tolist()
             content = carrier.read(blocks[part], piece)
@@ -89,15 +93,14 @@ class StagedSource:
                 for index in range(part.start, part.stop):
                     self._hook(index)
             after = self._pool.epochs[blocks[part]].tolist()
-            if sending is not None:
-                carrier.finish(sending)
-                sending = None
             pair.send({"before": before, "after": after})
+            if len(sending) == carrier.depth:
+                carrier.finish(sending.popleft())
             if not before == after == asked[part]:
-                return
-            sending = carrier.send(content)
-        if sending is not None:
-            carrier.finish(sending)
+                break
+            sending.append(carrier.send(content))
+        while sending:
+            carrier.finish(sending.popleft())
 
 
 class StagedTransport:
@@ -138,18 +141,29 @@ class StagedTransport:
         targets = [block.target for block in blocks]
         self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
         carrier, block_bytes = self._carrier, piece.num_bytes(self._pool.slab)
-        arrived: tuple[slice, Tensor] | None = None
+        coming: deque[tuple[slice, Tensor, Sent]] = deque()
+
+        def take() -> None:
+            part, content, sent = coming.popleft()
+            carrier.finish(sent)
+            carrier.write(targets[part], piece, content)
+
+        stale: StaleBlocks | None = None
         for part in parts(len(blocks), block_bytes, self._message_bytes):
             header = self._pair.next(self._seconds)
-            check_epochs(blocks[part], header["after"])
-            check_epochs(blocks[part], header["before"])
-            content, coming = carrier.receive(part.stop - part.start, piece)
-            if arrived is not None:  # written while the next message is on its way
-                carrier.write(targets[arrived[0]], piece, arrived[1])
-            carrier.finish(coming)
-            arrived = (part, content)
-        if arrived is not None:
-            carrier.write(targets[arrived[0]], piece, arrived[1])
+            try:
+                check_epochs(blocks[part], header["after"])
+                check_epochs(blocks[part], header["before"])
+            except StaleBlocks as error:  # the source sends nothing more; what is on its way is to come
+                stale = error
+                break
+            coming.append((part, *carrier.receive(part.stop - part.start, piece)))
+            if len(coming) > carrier.depth:  # written while the next one is on its way
+                take()
+        while coming:
+            take()
+        if stale is not None:
+            raise stale
         return block_bytes * len(blocks)
 
     def release(self) -> None:
