@@ -18,10 +18,11 @@ $(PY)/headrace: pyproject.toml constraints.txt tools/setup.sh
 protocol: setup  ## regenerate the code of proto/headrace/v1
 	$(PY)/python tools/generate_protocol.py
 
-lint: setup  ## ruff, mypy, import-linter, generated code
+lint: setup  ## ruff, mypy, import-linter, generated code and chart
 	$(PY)/ruff format --check .
 	$(PY)/ruff check .
 	$(PY)/python tools/generate_protocol.py --check
+	$(PY)/python tools/generate_chart.py --check
 	$(PY)/lint-imports
 	$(PY)/mypy
 
@@ -39,7 +40,7 @@ helm-test: setup  ## the chart, with a real helm, promtool and hadolint (fetched
 	bash tools/helm_tools.sh $(PY)/python
 	$(PY)/pytest tests/helm -q
 
-helm-docs: setup  ## the chart's README and schema, from its values and headrace.config
+helm-docs: setup  ## the chart's README, schema and dashboards, and the page on these, from what they are made of
 	$(PY)/python tools/generate_chart.py
 
 model: setup  ## fetch SmolLM2-135M-Instruct once, as an ordinary checkpoint folder

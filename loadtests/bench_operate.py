@@ -8,11 +8,15 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from loadtests import measure_loadgen
+from loadtests import measure_loadgen, measure_metrics
 from loadtests.report import Report, Row, add_arguments
 
 Measure = Callable[[int], Sequence[Row]]
-MEASURES: dict[str, Measure] = {"loadgen_streams": measure_loadgen.measure, "loadgen_tok_s": measure_loadgen.measure}
+MEASURES: dict[str, Measure] = {
+    "loadgen_streams": measure_loadgen.measure,
+    "loadgen_tok_s": measure_loadgen.measure,
+    "metrics_overhead_fraction": measure_metrics.measure,
+}
 
 
 def run(measures: Mapping[str, Measure], report: Report, num_runs: int) -> None:

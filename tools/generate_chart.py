@@ -142,7 +142,7 @@ def dashboard(name: str) -> str:
             "title": panel["title"],
             "datasource": datasource,
             "gridPos": {"h": 8, "w": 12, "x": 12 * (at % 2), "y": 8 * (at // 2)},
-            "fieldConfig": {"defaults": {"unit": panel["unit"], "min": 0}, "overrides": []},
+            "fieldConfig": {"defaults": {"unit": panel["unit"], "min": 0, **_stacking(panel)}, "overrides": []},
             "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
             "targets": [
                 {"refId": chr(ord("A") + number), "legendFormat": legend, "expr": _query(query)}
@@ -172,6 +172,36 @@ def dashboard(name: str) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
+def _stacking(panel: dict[str, Any]) -> dict[str, Any]:
+    return {"custom": {"stacking": {"mode": "normal"}, "fillOpacity": 40}} if panel.get("stacked") else {}
+
+
+def described() -> str:
+    """The dashboards as a page: what each panel draws, and in which unit."""
+    parts = [DESCRIBED]
+    for name, board in yaml.safe_load(DASHBOARDS.read_text(encoding="utf-8")).items():
+        parts.append(
+            f"## {board['title']}\n\n`files/dashboards/{name}.json`\n\n| panel | unit | draws |\n|---|---|---|"
+        )
+        for panel in board["panels"]:
+            lines = (f"{legend.strip()}: `{_cell(query)}`" for legend, query in panel["draw"].items())
+            stacked = ", stacked" if panel.get("stacked") else ""
+            parts.append(f"| {_cell(panel['title'])} | {panel['unit']}{stacked} | {'<br>'.join(map(_cell, lines))} |")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+DESCRIBED = """# Dashboards
+
+Generated from `helm/dashboards.yaml` by `make helm-docs`. The chart puts them where Grafana's sidecar finds them
+(`monitoring.dashboards`). SEL is the release that is chosen above, RATE Grafana's own interval.
+"""
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\|", "|").replace("|", "\\|")
+
+
 def _query(short: str) -> str:
     return short.replace("SEL", 'release="$release"').replace("[RATE]", "[$__rate_interval]")
 
@@ -182,6 +212,7 @@ def outputs() -> dict[pathlib.Path, Callable[[], str]]:
     return {
         CHART / "values.schema.json": schema,
         CHART / "README.md": readme,
+        ROOT / "docs" / "images" / "dashboards.md": described,
         **{folder / f"{name}.json": partial(dashboard, name) for name in names},
     }
 

@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "redis.external.existingSecret=r",
         "config.tracing.otlp_endpoint=grpc://collector.monitoring:4317",
         "config.logs.format=json",
-        "pools.decode.gpu_hour_price=2.5",
+        "pools.decode.gpu_hour_price=2",
     ),
     "open": ("cpu", "ray.auth.enabled=false", "networkPolicy.enabled=false", "serviceAccount.create=false"),
     "pinned": (

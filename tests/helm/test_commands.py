@@ -21,6 +21,7 @@ from headrace.config import ClusterConfig, parse
 from headrace.store import connect
 from router.__main__ import _parse as parse_router
 from tests.helm.conftest import (
+    CHART,
     Manifest,
     command_line,
     containers,
@@ -104,6 +105,28 @@ def test_the_configuration_is_one_that_is_loaded(manifests: list[Manifest]) -> N
     assert (config.router.host, config.redis.url) == ("0.0.0.0", None)  # the URL may hold a password: it is no file's
     fetches = [c for t in pod_templates(manifests).values() for c in containers(t) if c["name"] == "fetch-model"]
     assert all(f"--to={config.model}" in fetch["args"] for fetch in fetches)
+
+
+FILLED_IN = {"name", "model", "served_model_name", "pools", "ray"}
+
+
+def test_whatever_headrace_yaml_may_say_the_chart_lets_through() -> None:
+    """But for what it fills in itself: a section that is new is one of the chart's too."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    assert schema["properties"]["config"]["properties"].keys() >= ClusterConfig.model_fields.keys() - FILLED_IN
+
+
+def test_the_controller_gets_the_bounds_of_every_pool_and_how_it_is_to_decide() -> None:
+    settings = ("config.autoscaling.budget_gpus=12", "config.autoscaling.standby_workers=1")
+    config = configuration(rendered(example("two-gpu-types"), *settings))
+    assert {name: pool.bounds for name, pool in config.pools.items()} == {"h100": (1, 4), "mig": (2, 8)}
+    its = config.autoscaling
+    assert (its.mode, its.budget_gpus, its.standby_workers) == ("controller", 12, 1)
+    fixed = configuration(rendered(example("two-gpu-types"), "autoscaling.mode=off"))
+    assert (fixed.autoscaling.mode, fixed.pools["h100"].bounds) == ("fixed", (2, 2))
+    tried = configuration(rendered(example("cpu"), "autoscaling.dryRun=true"))
+    assert tried.autoscaling.mode == "dry-run"
+    assert configuration(rendered(example("keda-statefulset"))).autoscaling.mode == "external"
 
 
 def test_large_numbers_reach_the_configuration_as_they_are() -> None:

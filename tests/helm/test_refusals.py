@@ -19,6 +19,16 @@ WRONG = {
     "another runtime": ("cpu", ["runtime=kserve"], "at '/runtime': value must be one of 'ray', 'statefulset'"),
     "nodes shared without Ray": ("cpu-statefulset", ["topology=perNode"], "at '/topology': value must be 'perPool'"),
     "Ray's autoscaler without Ray": ("cpu-statefulset", ["autoscaling.mode=controller"], "at '/autoscaling/mode'"),
+    "bounds that the chart fills in": (
+        "two-gpu-types",
+        ["pools.mig.min_replicas=1"],
+        "at '/pools/mig': additional prop",
+    ),
+    "who decides, said twice": (
+        "cpu",
+        ["config.autoscaling.mode=controller"],
+        "at '/config/autoscaling': additional prop",
+    ),
     "two who bring pods": ("cpu", ["autoscaling.mode=external"], "at '/autoscaling/mode'"),
     "no Redis": ("cpu", ["redis.mode=external"], "at '/redis/external'"),
     "a Redis by another scheme": ("cpu", ["redis.external.url=http://h"], "at '/redis/external/url'"),

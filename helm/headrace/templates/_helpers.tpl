@@ -67,12 +67,21 @@ labels:
   {{- if and (eq $root.Values.runtime "ray") (eq $root.Values.topology "perPool") -}}
     {{- $_ := set $own "rank_resources" (dict (ternary "GPU" "CPU" (eq (include "headrace.device" $root) "cuda")) 1 (printf "pool-%s" $name) 1) -}}
   {{- end -}}
+  {{- if eq $root.Values.autoscaling.mode "controller" -}}
+    {{- with $pool.autoscaling -}}
+      {{- $_ := set $own "min_replicas" .min -}}
+      {{- $_ := set $own "max_replicas" .max -}}
+    {{- end -}}
+  {{- end -}}
   {{- $_ := set $pools $name $own -}}
 {{- end -}}
 {{- $_ := set $config "name" (include "headrace.cluster" .) -}}
 {{- $_ := set $config "model" (include "headrace.modelFolder" .) -}}
 {{- $_ := set $config "served_model_name" (.Values.model.servedName | default (.Values.model.source | trimSuffix "/" | base)) -}}
 {{- $_ := set $config "pools" $pools -}}
+{{- $mode := .Values.autoscaling.mode -}}
+{{- if eq $mode "off" -}}{{- $mode = ternary "dry-run" "fixed" .Values.autoscaling.dryRun -}}{{- end -}}
+{{- $_ := set $config "autoscaling" (merge (dict "mode" $mode) (.Values.config.autoscaling | default dict)) -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" .Values.router.httpPort "grpc_port" .Values.router.grpcPort -}}
 {{- $_ := set $config "router" (merge $router (.Values.config.router | default dict)) -}}
 {{- toPrettyJson $config -}}
