@@ -1,5 +1,5 @@
 """What measuring costs beside a decode step (`bench-operate`): everything that is counted because of one step, in a worker
-and in the router that relays its tokens, as a part of the shortest step that the engine was measured at, on the fastest card.
+and in the router that relays its tokens, as a part of the shortest steps that the engine was measured at, on any card.
 
 Times are CPU seconds of loops over the production code. A request's own share (first token, stages, end) and a scrape's are
 spread over the steps between two of them. Tracing is off, as by default; with every request sampled it is in the detail.

@@ -68,7 +68,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "model.fetch=false",
         "image.pullSecrets={registry}",
     ),
-    "nodes-scaled": ("one-8-gpu-node", "autoscaling.mode=controller", "node.max=4", "ray.auth.existingSecret=token"),
+    "nodes-scaled": (
+        "one-8-gpu-node",
+        "autoscaling.mode=controller",
+        "node.max=4",
+        "ray.auth.existingSecret=token",
+        "config.service_classes.chat.ttft_seconds=2",
+        "config.autoscaling.service_class=chat",
+    ),
     "proxied": ("cpu", "router.service.type=LoadBalancer", "router.gateway.enabled=true", "router.gateway.name=g"),
 }
 

@@ -124,9 +124,9 @@ def test_the_controller_gets_the_bounds_of_every_pool_and_how_it_is_to_decide() 
     assert (its.mode, its.budget_gpus, its.standby_workers) == ("controller", 12, 1)
     fixed = configuration(rendered(example("two-gpu-types"), "autoscaling.mode=off"))
     assert (fixed.autoscaling.mode, fixed.pools["h100"].bounds) == ("fixed", (2, 2))
-    tried = configuration(rendered(example("cpu"), "autoscaling.dryRun=true"))
+    assert {name: pool.gpu_hour_price for name, pool in fixed.pools.items()} == {"h100": 2.5, "mig": 0.6}
+    tried = configuration(rendered(example("two-gpu-types"), "autoscaling.mode=off", "autoscaling.dryRun=true"))
     assert tried.autoscaling.mode == "dry-run"
-    assert configuration(rendered(example("keda-statefulset"))).autoscaling.mode == "external"
 
 
 def test_large_numbers_reach_the_configuration_as_they_are() -> None:

@@ -29,6 +29,16 @@ WRONG = {
         ["config.autoscaling.mode=controller"],
         "at '/config/autoscaling': additional prop",
     ),
+    "sizes that nothing follows from": (
+        "cpu",
+        ["autoscaling.mode=controller"],
+        'must name one of config.service_classes, got ""',
+    ),
+    "a controller that tries, where there is none": (
+        "cpu-statefulset",
+        ["autoscaling.dryRun=true"],
+        "at '/autoscaling/dry",
+    ),
     "two who bring pods": ("cpu", ["autoscaling.mode=external"], "at '/autoscaling/mode'"),
     "no Redis": ("cpu", ["redis.mode=external"], "at '/redis/external'"),
     "a Redis by another scheme": ("cpu", ["redis.external.url=http://h"], "at '/redis/external/url'"),

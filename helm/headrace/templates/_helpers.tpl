@@ -79,8 +79,8 @@ labels:
 {{- $_ := set $config "model" (include "headrace.modelFolder" .) -}}
 {{- $_ := set $config "served_model_name" (.Values.model.servedName | default (.Values.model.source | trimSuffix "/" | base)) -}}
 {{- $_ := set $config "pools" $pools -}}
-{{- $mode := .Values.autoscaling.mode -}}
-{{- if eq $mode "off" -}}{{- $mode = ternary "dry-run" "fixed" .Values.autoscaling.dryRun -}}{{- end -}}
+{{- /* With `external` there is no controller: HPA or KEDA need no model of the load. */ -}}
+{{- $mode := ternary "controller" (ternary "dry-run" "fixed" .Values.autoscaling.dryRun) (eq .Values.autoscaling.mode "controller") -}}
 {{- $_ := set $config "autoscaling" (merge (dict "mode" $mode) (.Values.config.autoscaling | default dict)) -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" .Values.router.httpPort "grpc_port" .Values.router.grpcPort -}}
 {{- $_ := set $config "router" (merge $router (.Values.config.router | default dict)) -}}
