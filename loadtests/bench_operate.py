@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from loadtests import measure_loadgen, measure_metrics
+from loadtests import measure_loadgen, measure_metrics, measure_plan
 from loadtests.report import Report, Row, add_arguments
 
 Measure = Callable[[int], Sequence[Row]]
@@ -16,6 +16,7 @@ MEASURES: dict[str, Measure] = {
     "loadgen_streams": measure_loadgen.measure,
     "loadgen_tok_s": measure_loadgen.measure,
     "metrics_overhead_fraction": measure_metrics.measure,
+    "plan_s": measure_plan.measure,
 }
 
 

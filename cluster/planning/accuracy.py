@@ -27,7 +27,7 @@ from cluster.planning.traffic import Traffic, gap_scv, of
 from headrace.values import ParallelLayout
 
 CONTEXT = 32_768
-NUM_REQUESTS = 1500
+NUM_REQUESTS = 800
 MODELS = {"meta-llama/Llama-3.1-8B": 1, "Qwen/Qwen3-32B": 2, "meta-llama/Llama-3.1-70B": 4}
 
 
@@ -44,7 +44,7 @@ def case(seed: int) -> tuple[Option, Traffic, Load, Target] | None:
     asked = TrafficAsked(
         requests_per_second=1.0,
         input_tokens=TokensAsked(mean=10 ** random.uniform(2.5, 3.9), cv=random.choice((0.0, 0.5, 1.0))),
-        output_tokens=TokensAsked(mean=10 ** random.uniform(1.5, 2.7), cv=random.choice((0.0, 0.5, 1.0))),
+        output_tokens=TokensAsked(mean=10 ** random.uniform(1.3, 2.3), cv=random.choice((0.0, 0.5, 1.0))),
         burstiness=random.choice((1.0, 1.0, 2.0)),
     )
     traffic = of(asked, max_context_tokens=CONTEXT, num_rows=2 * NUM_REQUESTS, seed=seed)

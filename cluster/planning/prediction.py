@@ -187,7 +187,7 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
     rate, base = load.requests_per_second, prefill.cost.prefill_base_seconds
     moments = Moments.of(services)
     mean = _shared_service(moments.mean, base, rate / max(pools.prefill, 1))
-    queue = _queue(pools.prefill, load, mean, moments.scv)
+    queue = _queue(pools.prefill, load, mean, moments.scv, base)
     if queue is None:
         return _short_of("prefill", pools.prefill, rate * mean)
     decoded = _decode(pools.decode, decode, load, stalled=0.0)
@@ -218,16 +218,19 @@ def _shared_service(mean: float, base: float, per_second: float) -> float:
     return mean - base + base / together
 
 
-def _queue(num_workers: int, load: Load, mean: float, scv: float) -> Wait | None:
+def _queue(num_workers: int, load: Load, mean: float, scv: float, base: float) -> Wait | None:
     """Placement comes close to one queue for all, but it decides when a prompt comes, on reports that are a little old:
-    APART of the way to a queue for each worker alone. Prompts that share a step all end with it."""
+    APART of the way to a queue for each worker alone. Who waits behind others shares a step with them, and its base."""
     together = wait(num_workers, load.requests_per_second, mean, scv, load.gap_scv)
     apart = wait(1, load.requests_per_second / max(num_workers, 1), mean, scv, load.gap_scv)
     if together is None or apart is None:
         return None
     chance = together.chance + APART * (apart.chance - together.chance)
     length = together.mean_if_any + APART * (apart.mean_if_any - together.mean_if_any)
-    return Wait(chance, length)
+    behind = max(mean - base, 0.0) / mean
+    rate = load.requests_per_second / num_workers
+    shorter = behind * (1 - rate * mean) / (1 - rate * mean * behind)
+    return Wait(chance, length * shorter + base * (1 - behind) / 2)
 
 
 def _short_of(pool: str, num_workers: int, offered: float) -> Overload:
@@ -336,7 +339,7 @@ def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Targe
     fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
     moments = Moments.of(services)
     mean = _shared_service(moments.mean, plain_step, per_worker)
-    queue = _queue(num_workers, load, mean, moments.scv)
+    queue = _queue(num_workers, load, mean, moments.scv, plain_step)
     if queue is None:
         return _short_of("unified", num_workers, rate * mean)
     stall_square = per_worker * stalls.mean**2 * (1 + stalls.scv)

@@ -1,8 +1,10 @@
 """Waiting in queues, in closed form. Rates per second, times in seconds.
 
-M/G/c waits by Allen and Cunneen: the mean is Erlang's, times half the sum of the squared coefficients of variation of
-gaps and service; who waits at all waits about exponentially long. Beyond EXACT_SERVERS servers Erlang's C is Halfin and
-Whitt's limit of it. Both are approximations: `tests/unit/cluster/planning` and docs/planning.md say how far off.
+Poisson arrivals: by Allen and Cunneen, the mean is Erlang's times half of (1 + the squared coefficient of variation of
+service); who waits at all waits about exponentially long. Gaps of a Gamma distribution: the same with the chance that an
+arrival finds a server busy, exact for one server, in the place of how busy it is. Beyond EXACT_SERVERS servers Erlang's C
+is Halfin and Whitt's limit of it.
+All are approximations: `tests/unit/cluster/planning` and docs/planning.md say how far off.
 """
 
 import math
@@ -72,8 +74,23 @@ def wait(
         return None
     if offered <= 0:
         return NO_WAIT
-    mean_if_any = service / (num_servers - offered) * (service_scv + gap_scv) / 2
-    return Wait(erlang_c(num_servers, offered), mean_if_any)
+    arriving = busy_when_arriving(offered / num_servers, gap_scv)
+    mean_if_any = service / (num_servers * (1 - arriving)) * (service_scv + gap_scv) / (1 + gap_scv)
+    return Wait(erlang_c(num_servers, arriving * num_servers), mean_if_any)
+
+
+def busy_when_arriving(busy: float, gap_scv: float) -> float:
+    """The chance that an arrival finds the one server busy, with gaps of a Gamma distribution and exponential service: the
+    root of x = E exp(−(1 − x) gap / service). `busy` itself for Poisson arrivals, more where they come in bursts."""
+    if gap_scv == 1.0:
+        return busy
+    scv = max(gap_scv, 1e-3)
+    low, high = 0.0, 1 - 1e-9
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = math.exp(-math.log1p(scv * (1 - middle) / busy) / scv)
+        low, high = (middle, high) if found > middle else (low, middle)
+    return low
 
 
 def quantile(within: Callable[[float], float], share: float) -> float:
