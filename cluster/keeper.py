@@ -6,6 +6,7 @@ controller: with it gone, the cluster serves on.
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -55,28 +56,42 @@ async def keep(
         watching(config, url, api_keys) as console,
         serving([*Answers(state).routes(), *console.routes()], host, port, "--http-port"),
     ):
+        with contextlib.closing(console):
+            deadline = asyncio.get_running_loop().time() + patience_seconds
+            await _patiently(lambda: _desire(state, config), deadline, say)
+            await _keep_there(config, url, address, deadline, connected, say)
 
-        async def desire() -> None:
-            try:
-                await state.configure(configured(config, trusted=True))
-            except StoreUnavailable as error:
-                raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
 
-        async def join() -> None:
-            await in_thread(ray_session.stop)
-            await in_thread(ray_session.connect, address, config.name)
+async def _desire(state: ControlState, config: ClusterConfig) -> None:
+    try:
+        await state.configure(configured(config, trusted=True))
+    except StoreUnavailable as error:
+        raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
 
-        deadline = asyncio.get_running_loop().time() + patience_seconds
-        await _patiently(desire, deadline, say)
-        try:
-            await _patiently(join, deadline, say)
-            connected()
-            await in_thread(ray_session.replace_controller, config, url)
-            while True:
-                await asyncio.sleep(LOOK_SECONDS)
-                await in_thread(ray_session.check_controller, config.name)
-        finally:
-            await in_thread(ray_session.stop)
+
+async def _keep_there(
+    config: ClusterConfig,
+    url: str,
+    address: str,
+    deadline: float,
+    connected: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """The controller, on that Ray cluster."""
+
+    async def join() -> None:
+        await in_thread(ray_session.stop)
+        await in_thread(ray_session.connect, address, config.name)
+
+    try:
+        await _patiently(join, deadline, say)
+        connected()
+        await in_thread(ray_session.replace_controller, config, url)
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await in_thread(ray_session.check_controller, config.name)
+    finally:
+        await in_thread(ray_session.stop)
 
 
 async def _patiently(attempt: Callable[[], Awaitable[None]], deadline: float, say: Callable[[str], None]) -> None:

@@ -24,7 +24,10 @@ class Recording:
         note = cluster.get("recorded") or f"Recorded at {at}: nothing here is live."
         self.scene = json.dumps({**scene, "cluster": {**cluster, "recorded": note}}, separators=(",", ":")).encode()
         self._history: dict[str, Any] = recording["history"]
-        self._never = asyncio.Event()
+        self._over = asyncio.Event()
+
+    def end(self) -> None:
+        self._over.set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -35,7 +38,7 @@ class Recording:
 
     async def scenes(self) -> AsyncIterator[bytes]:
         yield self.scene
-        await self._never.wait()
+        await self._over.wait()
 
     async def why(self, router_id: str, request_id: str) -> tuple[int, bytes]:
         """Nobody is there to be asked."""

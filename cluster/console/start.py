@@ -68,4 +68,5 @@ async def at(console: Console, host: str, port: int) -> AsyncIterator[str]:
     async with serving(console.routes(), host, port, "console.port") as taken:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{taken}{PATH}"
+        with contextlib.closing(console):
+            yield f"http://{name}:{taken}{PATH}"

@@ -92,10 +92,13 @@ class Watcher:
         finally:
             await self.close()
 
-    async def close(self) -> None:
+    def end(self) -> None:
         """Whoever watches sees the end of it."""
         self._closed = True
         self._tell()
+
+    async def close(self) -> None:
+        self.end()
         await self._describes.close()
         await self._requests.close()
         await self._routers.close()

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from cluster.simulation.cards import Card
@@ -143,14 +144,14 @@ class Simulation:
             self.router.join(worker.info)
         self._prompts = traces.Prompts(VOCAB_SIZE)
 
-    def run(self, rows: Iterable[TraceRow]) -> None:
-        """Until the last of them is answered. Rows in order of time."""
+    def run(self, rows: Iterable[TraceRow], until: float = float("inf")) -> None:
+        """Until the last of them is answered, or it is that late. Rows in order of time."""
         with _rare_collections():
-            for row in rows:
+            for row in takewhile(lambda row: row.seconds <= until, rows):
                 prompt = Prompt(self._prompts.of(row))
                 self.time.run(row.seconds)
                 self.time.at(row.seconds, self.router.arrive, row.number, prompt, row.output_tokens)
-            self.time.run()
+            self.time.run(until)
 
 
 @contextmanager

@@ -145,6 +145,10 @@ class VirtualRouter:
         self.index.load(info.worker_id, Snapshot(info.generation, 0, ()))
 
     @property
+    def num_queued(self) -> int:
+        return len(self._admission)
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._flights)
 

@@ -124,13 +124,11 @@ async def test_a_worker_that_vanishes_keeps_its_last_figures_with_their_age_unti
 
 
 async def test_a_worker_that_hangs_holds_up_no_look_and_is_not_asked_twice(there: World, clock: ManualClock) -> None:
-    hung_up = asyncio.Event()
+    over, hung_up = asyncio.Event(), asyncio.Event()
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(2**16):
-            pass
+        await over.wait()
         writer.close()
-        await writer.wait_closed()
         hung_up.set()
 
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
@@ -143,6 +141,7 @@ async def test_a_worker_that_hangs_holds_up_no_look_and_is_not_asked_twice(there
                 found = rows(await look(watcher))
                 assert (found["decode-0"]["kv"], found["decode-1"]["kv"]) == (None, 0.3)
             assert set(watcher._describes._under_way) == {"decode-0"}
+        over.set()
         await hung_up.wait()
 
 

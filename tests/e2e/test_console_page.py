@@ -1,0 +1,264 @@
+"""The console's page in a real browser: what it shows, and what it does with names that are meant to harm."""
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+
+from cluster.console.recording import read_recording
+from cluster.console.start import replayed, served
+from cluster.state import WorkerRecord
+from headrace.config import ClusterConfig, PoolConfig, RouterConfig, ServiceClassConfig
+from headrace.reports import ClassCounts, RouterReport
+from headrace.values import BlockCounts, Load, Role
+from router.text.vocabulary import Text
+from tests.browser import browser
+from tests.redis_proxy import RedisProxy, a_redis_proxy
+from tests.unit.cluster.console.looks import recent, routed
+from tests.unit.cluster.console.world import HOST, Described, World, described, listed, world
+from tests.unit.router.checkpoints import byte_level, write
+
+pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
+
+HARM = '<img src=x onerror="window.harmed=1"><script>window.harmed=1</script>\'"`${1}'
+RECORDING = Path(__file__).with_name("console-1000.json.gz")
+READY = WorkerRecord("decode-1", "decode", 1, "decode", "tp1·pp1", "ready", 1.0, "127.0.0.1:1")
+
+
+class Watched:
+    """A world, and a page that shows it. Owns what the page complained of, and whom it asked."""
+
+    def __init__(self, there: World, page: Any, proxy: RedisProxy, report: RouterReport) -> None:
+        self.there, self.page, self.proxy, self.report = there, page, proxy, report
+
+    async def text(self, selector: str) -> str:
+        return str(await self.page.locator(selector).inner_text())
+
+    async def until(self, selector: str, text: str) -> None:
+        await self.page.locator(selector).filter(has_text=text).first.wait_for(timeout=20_000)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Any]:
+    async with browser() as its:
+        yield its
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def watched(chromium: Any, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    """One prefill and one decode worker that answer, one that does not, a router with requests, and harmful names."""
+    config = ClusterConfig(
+        name=f"c{uuid.uuid4().hex[:8]}",
+        model="m",
+        served_model_name=HARM,
+        pools={"decode": PoolConfig(role="decode")},
+        service_classes={"chat": ServiceClassConfig(ttft_seconds=0.5)},
+    )
+    text = Text.load(write(tmp_path_factory.mktemp("tiny"), byte_level()))
+    known = {name: replace(recent(name).outline, request_id=name, tenant=HARM) for name in ("mine", HARM)}
+    known["lost"] = replace(known["mine"], request_id="lost", outcome=HARM)
+    prefill = Described("prefill-0", Role.PREFILL)
+    decode = Described("decode-0", blocks=BlockCounts(free=5, active=95), its_load=Load(num_running=7, num_waiting=2))
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(described(worker)) for worker in (prefill, decode)]
+        workers += [READY, replace(READY, worker_id=HARM, pool=HARM, phase="dead", address="", reason=HARM)]
+        address = await stack.enter_async_context(listed(text, known))
+        there = await stack.enter_async_context(world(config, redis_url))
+        proxy = await stack.enter_async_context(a_redis_proxy(urlsplit(redis_url).port or 0))
+        await there.control(workers, {"prefill": 1, "decode": 2, HARM: 1}, history={f"{HARM}-1": (1, 2, HARM)})
+        report = replace(routed("r1"), http_address=address)
+        await there.report(report)
+        url = await stack.enter_async_context(served(config, proxy.url, HOST, 0))
+        page = await chromium.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
+        shown, complaints, asked = Watched(there, page, proxy, report), list[str](), list[str]()
+        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        await page.goto(url)
+        await shown.until("#verdict-title", "workers ready")
+        await there.report(
+            replace(
+                report,
+                arrivals=20,
+                ended=20,
+                queued=3,
+                pairs={("prefill-0", "decode-0"): 9, (HARM, "decode-0"): 2, ("", "decode-0"): 4},
+                classes={"chat": ClassCounts(met=15, missed_ttft=5)},
+            )
+        )
+        await shown.until("#verdict-title", "chat: 75.0 % of 20")
+        yield shown
+        assert complaints == []
+        assert {place.split("/console/")[0] for place in asked if not place.startswith("data:")} == {
+            url.split("/console/")[0]
+        }
+
+
+async def test_one_look_says_whether_targets_hold_and_which_pool_is_short(watched: Watched) -> None:
+    assert await watched.page.locator("#verdict").get_attribute("data-level") == "bad"
+    lines = await watched.text("#verdict-lines")
+    assert "decode is short: 95.0 % of KV is held (95 of 100 blocks)" in lines
+    assert "decode has 2 of 2" not in lines
+    pool = watched.page.locator(".pool", has=watched.page.get_by_role("heading", name="decode", exact=True))
+    assert await pool.get_attribute("data-level") == "warn"
+    assert "7 running" in await pool.inner_text()
+    assert await watched.page.title() == f"✕ {watched.there.config.name} · Headrace"
+
+
+async def test_a_worker_that_does_not_answer_is_marked_with_the_reason(watched: Watched) -> None:
+    await watched.until("#worker-table", "did not answer")
+    row = watched.page.locator("#worker-table .rows .tr", has_text="decode-1.1")
+    assert await row.get_attribute("data-phase") == "trouble"
+    assert await watched.page.locator(".cell[data-phase=trouble]").count() == 1
+
+
+async def test_hand_offs_are_ribbons_and_a_table(watched: Watched) -> None:
+    assert await watched.page.locator("#flow-chart .ribbon").count() == 2
+    assert "4 prompts were computed where they were decoded" in await watched.text("#flow-alone")
+    assert "11 of 15 prompts" in await watched.text("#flow-note")
+    await watched.page.get_by_role("button", name="pools").click()
+    assert "prefill" in await watched.page.locator("#flow-chart").text_content()
+    await watched.page.get_by_role("button", name="workers", exact=True).click()
+
+
+async def test_no_name_or_reason_is_taken_for_html(watched: Watched) -> None:
+    page = watched.page
+    assert HARM in await watched.text("#model")
+    assert HARM in await watched.text("#source-list")
+    assert HARM in await watched.text("#pool-list")
+    assert HARM in await watched.text("#worker-table")
+    assert any(HARM in title for title in await page.locator("#flow-chart title").all_text_contents())
+    assert any(
+        HARM in title for title in [await one.get_attribute("title") for one in await page.locator(".cell").all()]
+    )
+    assert await page.locator("main img, main script").count() == 0
+    assert await page.evaluate("window.harmed") is None
+
+
+async def test_requests_are_bars_that_open_why_by_keyboard_alone(watched: Watched) -> None:
+    page = watched.page
+    row = page.locator(".request", has_text="mine")
+    assert await row.locator(".part").count() == 6
+    await row.focus()
+    await page.keyboard.press("Enter")
+    await watched.until("#why-body", "It was never placed")
+    assert await page.evaluate("document.activeElement.closest('dialog')?.id") == "why"
+    await page.keyboard.press("Escape")
+    assert not await page.locator("#why").is_visible()
+    assert await page.evaluate("document.activeElement.className") == "request"
+    await page.keyboard.press("/")
+    await page.keyboard.type("prefill-0")
+    assert await page.locator("#worker-table .rows .tr").count() == 1
+    await page.locator("#filter").fill("")
+
+
+async def test_everything_can_be_reached_by_tab_and_says_what_it_is(watched: Watched) -> None:
+    page = watched.page
+    await page.evaluate("document.activeElement.blur()")
+    names = set()
+    for _ in range(40):
+        await page.keyboard.press("Tab")
+        names.add(
+            await page.evaluate(
+                "(({ ariaLabel, textContent, id }) => ariaLabel || textContent || id)(document.activeElement)"
+            )
+        )
+    assert {"To what matters", "Pause", "Light or dark", "15 min", "24 h", "As a table", "filter"} <= names
+    unnamed = await page.evaluate(
+        "[...document.querySelectorAll('button, a, input, [role=img], [role=meter]')]"
+        ".filter((e) => e.offsetParent && !(e.textContent.trim() || e.ariaLabel || e.labels?.length)).length"
+    )
+    assert unnamed == 0
+
+
+async def test_light_and_dark_follow_the_machine_until_somebody_chooses(watched: Watched) -> None:
+    page = watched.page
+
+    async def ground() -> str:
+        return str(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    light = await ground()
+    await page.emulate_media(color_scheme="dark")
+    dark = await ground()
+    assert light != dark
+    await page.keyboard.press("t")
+    assert await ground() == light
+    await page.keyboard.press("t")
+    await page.emulate_media(color_scheme="light")
+    assert await ground() == dark
+    await page.keyboard.press("t")
+
+
+async def test_while_it_is_paused_nothing_moves_and_it_says_so(watched: Watched) -> None:
+    page = watched.page
+    await page.locator("#pause").click()
+    await watched.until("#freshness", "paused")
+    before = await watched.text("#tiles")
+    await watched.there.report(replace(watched.report, arrivals=5000))
+    await page.evaluate("async () => { while ((await (await fetch('scene')).json()).routers[0].arrivals !== 5000); }")
+    assert await watched.text("#tiles") == before
+    await page.locator("#pause").click()
+    await watched.until("#freshness", "live")
+
+
+async def test_without_redis_the_page_says_how_old_it_is_and_comes_back_by_itself(watched: Watched) -> None:
+    port, watched.proxy.port = watched.proxy.port, 1
+    watched.proxy.cut()
+    await watched.until("#verdict", "Redis does not answer: what stands here is")
+    assert "decode" in await watched.text("#pool-list")
+    watched.proxy.port = port
+    await watched.until("#source-list", "Redis answers.")
+
+
+async def test_a_thousand_workers_are_a_cell_each_and_as_many_rows_as_are_in_sight(chromium: Any) -> None:
+    async with replayed(read_recording(RECORDING), HOST, 0) as url:
+        page = await chromium.new_page(viewport={"width": 1400, "height": 900})
+        await page.goto(url)
+        await page.locator(".recorded", has_text="Simulated: 1,000 virtual workers").wait_for()
+        assert await page.locator(".cell").count() == 1000
+        assert await page.locator("#worker-table").get_attribute("aria-rowcount") == "1001"
+        rows = page.locator("#worker-table .rows .tr")
+        assert await rows.count() < 40
+        assert "decode-0.1" in await page.locator("#worker-table").inner_text()
+        await page.locator(".viewport").evaluate("(e) => e.scrollTo(0, e.scrollHeight)")
+        await rows.filter(has_text="prefill-299.1").wait_for()
+        assert await rows.count() < 40
+        await page.get_by_role("button", name="KV held").click()
+        full = [float(text.split()[0]) for text in await rows.locator("[role=cell]:nth-child(5)").all_inner_texts()]
+        assert len(full) >= 12
+        await page.locator("#filter").fill("decode-69")
+        assert await rows.count() == 11
+        assert await page.locator("#flow-chart rect").count() <= 28
+        # Whoever asks, this page makes no HTML of text.
+        refused = await page.evaluate(
+            "(text) => { try { document.body.innerHTML = text } catch (error) { return error.name } }", HARM
+        )
+        assert refused == "TypeError"
+        await page.close()
+
+
+async def test_where_keys_are_configured_the_page_asks_for_one_and_goes_on_with_it(
+    chromium: Any, redis_url: str
+) -> None:
+    config = ClusterConfig(
+        name="keyed",
+        model="m",
+        pools={"decode": PoolConfig(role="decode")},
+        router=RouterConfig(api_keys=("operator",)),
+    )
+    async with served(config, redis_url, HOST, 0) as url:
+        page = await chromium.new_page()
+        await page.goto(url)
+        for key, why in (("wrong", "an API key is needed"), ("operator", "the API key is not known here")):
+            await page.locator("#key-why", has_text=why).wait_for()
+            await page.locator("#key-input").fill(key)
+            await page.keyboard.press("Enter")
+        await page.locator("#cluster", has_text="keyed").wait_for()
+        assert await page.evaluate("document.cookie + JSON.stringify(localStorage)") == "{}"
+        await page.close()
