@@ -11,6 +11,7 @@ from typing import Any
 from cluster.console.pools import Pool, Seen, pools_of
 from cluster.console.traffic import NOTHING, Growth, attainment, num_ended
 from cluster.console.verdict import Rules, Sources, judge, pressed
+from headrace.metrics import Stage
 from headrace.reports import RouterReport
 from router.explanations import Recent
 from router.flight import STATES
@@ -37,6 +38,13 @@ WORKER_COLUMNS = (
     "age",
     "trouble",
 )
+STAGES: Mapping[str, tuple[Stage, ...]] = {
+    "queue": (Stage.EDGE, Stage.QUEUE, Stage.PLACEMENT),
+    "retry": (Stage.RETRY,),
+    "wait": (Stage.WORKER_QUEUE, Stage.TICKET_WAIT),
+    "prefill": (Stage.PREFILL,),
+    "transfer": (Stage.TRANSFER, Stage.JOIN),
+}
 Json = dict[str, Any]
 
 
@@ -299,27 +307,19 @@ def _request(router_id: str, recent: Recent) -> Json:
 
 
 def stages(recent: Recent) -> list[tuple[str, float]]:
-    """Where the time of a request went, in order; what no part accounts for is "other". Of one that runs its worker has
-    told nothing yet: the parts are what its router saw."""
-    outline, worker = recent.outline, recent.outline.timeline.worker
-    queue = outline.timeline.router_queue_seconds
-    match outline.outcome:
-        case "queued":
-            parts = [("queue", outline.seconds)]
-        case "prefill":
-            parts = [("queue", queue), ("prefill", outline.seconds - queue)]
-        case "decode":
-            first = outline.ttft_seconds or queue
-            parts = [("queue", queue), ("prefill", first - queue), ("decode", outline.seconds - first)]
-        case _:
-            parts = [
-                ("queue", queue),
-                ("wait", worker.queue_seconds),
-                ("prefill", worker.prefill_seconds),
-                ("transfer", worker.transfer_exposed_seconds),
-                ("decode", worker.decode_seconds),
-            ]
-            parts.append(("other", outline.seconds - sum(seconds for _, seconds in parts)))
+    """Where the time of a request went, in order, and to the last of it: those of its first token (router.stages), by who
+    had it; then decode. Of one that runs its worker has told nothing yet: the parts are what its router saw."""
+    outline, ttft = recent.outline, recent.outline.ttft_seconds
+    queue, known = outline.timeline.router_queue_seconds, outline.timeline.ttft_stages
+    if outline.outcome == "queued":
+        parts = [("queue", outline.seconds)]
+    elif ttft is None:
+        parts = [("queue", queue), ("prefill" if recent.seconds_ago is None else "other", outline.seconds - queue)]
+    elif not known:
+        parts = [("queue", queue), ("prefill", ttft - queue), ("decode", outline.seconds - ttft)]
+    else:
+        parts = [(name, sum(known.get(stage, 0.0) for stage in of)) for name, of in STAGES.items()]
+        parts += [("other", ttft - sum(seconds for _, seconds in parts)), ("decode", outline.seconds - ttft)]
     return [(name, round(seconds, 6)) for name, seconds in parts if seconds > 1e-6]
 
 

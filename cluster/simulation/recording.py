@@ -14,11 +14,13 @@ from cluster.simulation.router import Served
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
 from headrace.config import ServiceClassConfig
+from headrace.metrics import Stage
 from headrace.reports import ClassCounts, RouterReport
 from headrace.traces import TraceRow
 from headrace.values import Timeline, Usage
 from router.decisions.tenants import Targets
-from router.flight import Explanation, Recent, RequestTimeline
+from router.explanations import Explanation, Recent
+from router.stages import RequestTimeline
 from workers.scheduling.work import StepWork
 from workers.virtual.worker import VirtualWorker
 
@@ -153,7 +155,13 @@ def _recent(served: Served, now: float) -> Recent:
         (),
         served.outcome,
         Usage(served.input_tokens, served.num_generated, served.cached_tokens),
-        RequestTimeline(worker, admitted - served.arrived_at, served.decode, served.num_attempts),
+        RequestTimeline(
+            worker,
+            admitted - served.arrived_at,
+            served.decode,
+            served.num_attempts,
+            {Stage.QUEUE.value: admitted - served.arrived_at, Stage.PREFILL.value: first - admitted},
+        ),
         ended - served.arrived_at,
         first - served.arrived_at,
         _tpot(served),

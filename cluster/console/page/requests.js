@@ -6,12 +6,13 @@ import { ago, count, known, seconds } from "./format.js";
 import { showWhy } from "./why.js";
 
 export const STAGES = [
-  ["queue", "waits in the router"],
+  ["queue", "in the router"],
+  ["retry", "lost with a worker that failed"],
   ["wait", "waits on the worker"],
   ["prefill", "prefill"],
   ["transfer", "hand-over that is waited for"],
-  ["decode", "decode"],
   ["other", "on the way"],
+  ["decode", "decode"],
 ];
 const WORDS = Object.fromEntries(STAGES);
 const SHOWN = 14;

@@ -10,6 +10,7 @@ from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
 from headrace.config import ServiceClassConfig
 from headrace.costmodel import CostModel
+from headrace.metrics import Stage
 from headrace.reports import RouterReport
 from headrace.values import BlockCounts, Load, Timeline, Usage
 from router.explanations import Explanation, Recent
@@ -47,7 +48,20 @@ def routed(router_id: str = "r", seconds: float = 0.0, **counts: Any) -> RouterR
     return RouterReport(router_id, "127.0.0.1:1", seconds, **counts)
 
 
+STAGES = {
+    Stage.EDGE.value: 0.01,
+    Stage.QUEUE.value: 0.25,
+    Stage.PLACEMENT.value: 0.01,
+    Stage.TICKET_WAIT.value: 0.1,
+    Stage.PREFILL.value: 0.2,
+    Stage.TRANSFER.value: 0.05,
+    Stage.JOIN.value: 0.01,
+    Stage.FIRST_TOKEN.value: 0.07,
+}
+
+
 def recent(request_id: str = "a", outcome: str = "finished", *, ago: float | None = 1.0, **fields: Any) -> Recent:
-    timeline = RequestTimeline(Timeline(0.1, 0.2, 0.05, 1.0, prefill_worker="p"), 0.25, "d", 1)
+    worker = Timeline(0.1, 0.2, 0.05, 1.0, prefill_worker="p", join_seconds=0.01)
+    timeline = RequestTimeline(worker, 0.25, "d", 1, STAGES)
     outline = Explanation(request_id, (), (), outcome, Usage(100, 5, 32), timeline, 2.0, 0.7, 0.1, **fields)
     return Recent(outline, ("pair",), ago)

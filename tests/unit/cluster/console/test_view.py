@@ -66,28 +66,39 @@ def test_hand_offs_between_pools_are_those_between_their_workers() -> None:
 
 
 def test_the_stages_of_a_request_add_up_to_its_time() -> None:
-    assert stages(recent()) == [
-        ("queue", 0.25),
+    parts = stages(recent())
+    assert parts == [
+        ("queue", 0.27),
         ("wait", 0.1),
         ("prefill", 0.2),
-        ("transfer", 0.05),
-        ("decode", 1.0),
-        ("other", 0.4),
+        ("transfer", 0.06),
+        ("other", 0.07),
+        ("decode", 1.3),
     ]
+    assert sum(seconds for _, seconds in parts) == pytest.approx(recent().outline.seconds)
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("state", "ttft", "expected"),
     [
-        ("queued", [("queue", 2.0)]),
-        ("prefill", [("queue", 0.25), ("prefill", 1.75)]),
-        ("decode", [("queue", 0.25), ("prefill", 0.45), ("decode", 1.3)]),
+        ("queued", None, [("queue", 2.0)]),
+        ("prefill", None, [("queue", 0.25), ("prefill", 1.75)]),
+        ("decode", 0.7, [("queue", 0.25), ("prefill", 0.45), ("decode", 1.3)]),
     ],
 )
 def test_of_a_request_that_runs_the_stages_are_what_its_router_saw(
-    state: str, expected: list[tuple[str, float]]
+    state: str, ttft: float | None, expected: list[tuple[str, float]]
 ) -> None:
-    assert [(name, round(seconds, 6)) for name, seconds in stages(recent(outcome=state, ago=None))] == expected
+    runs = recent(outcome=state, ago=None)
+    timeline = replace(runs.outline.timeline, ttft_stages={})
+    runs = replace(runs, outline=replace(runs.outline, ttft_seconds=ttft, timeline=timeline))
+    assert [(name, round(seconds, 6)) for name, seconds in stages(runs)] == expected
+
+
+def test_the_time_of_a_request_without_a_first_token_is_not_taken_for_work() -> None:
+    lost = recent(outcome="WorkerLost")
+    lost = replace(lost, outline=replace(lost.outline, ttft_seconds=None))
+    assert stages(lost) == [("queue", 0.25), ("other", 1.75)]
 
 
 def test_those_that_run_longest_come_first_then_those_that_ended_last_whichever_router_has_them() -> None:
