@@ -8,7 +8,7 @@ controller: with it gone, the cluster serves on.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -21,6 +21,7 @@ from cluster import ray_session
 from cluster.console.start import watching
 from cluster.launch import in_thread
 from cluster.reconcile import Phase
+from cluster.scaling_state import ScalingState
 from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, configured, control_state
 from headrace import metrics
@@ -139,11 +140,15 @@ class Answers:
 
     async def metrics(self, request: Request) -> Response:
         try:
-            observed = await self._state.observed()
+            observed, scaling = (
+                await self._state.observed(),
+                await ScalingState(self._state.store, self._state.cluster).now(),
+            )
         except StoreUnavailable as error:
             return PlainTextResponse(f"{error.message}\n", 503)
+        advised = scaling.decision.advised if scaling is not None else {}
         registry = CollectorRegistry()
-        registry.register(Sizes(observed or ObservedState("")))
+        registry.register(Sizes(observed or ObservedState(""), {pool: size.replicas for pool, size in advised.items()}))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -160,19 +165,24 @@ def scrape_targets(observed: ObservedState) -> list[dict[str, object]]:
 
 
 class Sizes(Collector):
-    """How many workers each pool should have, and has in which phase; 0 is said too."""
+    """How many workers each pool should have, and has in which phase; 0 is said too. `advised`: what an autoscaler would
+    have, also where others set sizes."""
 
-    def __init__(self, observed: ObservedState) -> None:
+    def __init__(self, observed: ObservedState, advised: Mapping[str, int]) -> None:
         self._observed = observed
+        self._advised = advised
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         desired = dict(self._observed.desired or {})
         seen = Counter((worker.pool, worker.phase) for worker in self._observed.workers)
         wanted = GaugeMetricFamily(metrics.POOL_DESIRED, "Workers that a pool should have.", labels=["pool"])
         exist = GaugeMetricFamily(metrics.POOL_WORKERS, "Workers that a pool has.", labels=["pool", "phase"])
+        best = GaugeMetricFamily(metrics.POOL_ADVISED, "Workers that the autoscaler would have.", labels=["pool"])
         for pool, number in desired.items():
             wanted.add_metric([pool], number)
+        for pool, number in self._advised.items():
+            best.add_metric([pool], number)
         for pool in sorted(desired.keys() | {pool for pool, _ in seen}):
             for phase in Phase:
                 exist.add_metric([pool, phase.value], seen[pool, phase.value])
-        yield from (wanted, exist)
+        yield from (wanted, exist, best)

@@ -78,6 +78,14 @@ class ControlState:
         self._store = store
         self._keys = Keys(cluster)
 
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    @property
+    def cluster(self) -> str:
+        return self._keys.cluster
+
     async def lead(self, token: str) -> bool:
         """Takes or renews the leader's lease; whether `token` leads now."""
         milliseconds = int(LEADER_SECONDS * 1000)

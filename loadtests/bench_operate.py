@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from loadtests import measure_loadgen, measure_metrics, measure_plan
+from loadtests import measure_loadgen, measure_metrics, measure_plan, measure_scaling
 from loadtests.report import Report, Row, add_arguments
 
 Measure = Callable[[int], Sequence[Row]]
@@ -17,6 +17,9 @@ MEASURES: dict[str, Measure] = {
     "loadgen_tok_s": measure_loadgen.measure,
     "metrics_overhead_fraction": measure_metrics.measure,
     "plan_s": measure_plan.measure,
+    "controller_1000_ms": measure_scaling.measure_decision,
+    "week_slo_attainment": measure_scaling.measure_week,
+    "week_gpu_hours_vs_clairvoyant": measure_scaling.measure_week,
 }
 
 

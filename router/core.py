@@ -120,7 +120,13 @@ async def running_core(
 def _rules(config: ClusterConfig) -> Rules:
     its = config.admission
     local = config.handoff.local_prefill_max_tokens
-    return Rules(config.limits.max_queue, its.prefill_backlog_seconds, its.max_bypass_seconds, local)
+    return Rules(
+        config.limits.max_queue,
+        its.prefill_backlog_seconds,
+        its.max_bypass_seconds,
+        local,
+        waits_for_workers=config.starts_from_zero,
+    )
 
 
 def _quotas(config: ClusterConfig, tenancy: Tenancy, *, shared: bool, now: float) -> Quotas:

@@ -88,7 +88,7 @@ def _plan(
     grow(plan, found, lambda role: lately(role) - standby.get(role, 0))
     if not (plan.steps or flips_alone) and inputs.trusted:
         if found.workers:
-            shrink(plan, found, _most(inputs, past, hold))
+            shrink(plan, _most(inputs, past, hold), _most(inputs, past, hold, with_margin=True))
         else:
             _to_zero(plan)
     return plan
@@ -149,12 +149,20 @@ def _remember(inputs: Inputs, found: Needs) -> tuple[Past, ...]:
     past = [one for one in inputs.memory.past if one.since > inputs.now - inputs.rules.hold_seconds - part]
     if past and past[-1].since > inputs.now - part:
         last = past.pop()
-        most = {role: max(last.workers.get(role, 0.0), number) for role, number in found.workers.items()}
-        return (*past, Past(last.since, {**last.workers, **most}))
-    return (*past, Past(inputs.now, dict(found.workers)))
+        return (
+            *past,
+            Past(last.since, _larger(last.workers, found.workers), _larger(last.with_margin, found.with_margin)),
+        )
+    return (*past, Past(inputs.now, dict(found.workers), dict(found.with_margin)))
 
 
-def _most(inputs: Inputs, past: tuple[Past, ...], seconds: float) -> Callable[[Role], float]:
+def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {role: max(one.get(role, 0.0), other.get(role, 0.0)) for role in sorted(one.keys() | other.keys())}
+
+
+def _most(
+    inputs: Inputs, past: tuple[Past, ...], seconds: float, *, with_margin: bool = False
+) -> Callable[[Role], float]:
     """The most of a role that was needed within so many seconds. Less than that is known: whatever there is."""
     known = bool(past) and past[0].since <= inputs.now - seconds + 1e-9
     within = [one for one in past if one.since > inputs.now - seconds - inputs.rules.hold_seconds / PARTS]
@@ -162,7 +170,7 @@ def _most(inputs: Inputs, past: tuple[Past, ...], seconds: float) -> Callable[[R
     def most(role: Role) -> float:
         if not known:
             return WHATEVER_THERE_IS
-        return max(one.workers.get(role.value, 0.0) for one in within)
+        return max((one.with_margin if with_margin else one.workers).get(role.value, 0.0) for one in within)
 
     return most
 

@@ -5,6 +5,7 @@ the last FLIP_SHARE of the hold. A new worker must fit its pool's bounds, and th
 GPUs, those that leave too. A worker is taken away when those that remain would have sufficed at every time of the hold.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +15,7 @@ from cluster.scaling.values import Inputs, Needs, PoolRules, Size
 from headrace.values import Role
 
 FLIP_SHARE = 1 / 6
-SMALL_STEP = 0.15  # of a pool: so little is only taken away SMALL_HOLDS after it grew, or chance would swing it
-SMALL_HOLDS = 4
+UNCLEAR_HOLDS = 4  # after it grew, where a little more load would need it again: chance would swing it
 EPSILON = 1e-6
 
 
@@ -162,8 +162,9 @@ def _note_short(plan: Plan, role: Role, found: Needs) -> None:
     plan.notes.append(f"{role.value}: {needed:.1f} workers are needed and {supply:.1f} are to be had: {'; '.join(why)}")
 
 
-def shrink(plan: Plan, found: Needs, most: Callable[[Role], float]) -> None:
-    """Takes away what was not needed at any time of the hold. `most(role)`: the most that was."""
+def shrink(plan: Plan, most: Callable[[Role], float], with_margin: Callable[[Role], float]) -> None:
+    """Takes away what was not needed at any time of the hold. `most(role)`: the most that was, or would have been if a
+    little more had come."""
     for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED):
         names = sorted(
             (name for name in plan.sizes if _serves(plan, name, role)),
@@ -173,7 +174,7 @@ def shrink(plan: Plan, found: Needs, most: Callable[[Role], float]) -> None:
             ),
         )
         for name in names:
-            _shrink_pool(plan, name, role, most(role))
+            _shrink_pool(plan, name, role, most(role), with_margin(role))
 
 
 def _serves(plan: Plan, name: str, role: Role) -> bool:
@@ -181,24 +182,25 @@ def _serves(plan: Plan, name: str, role: Role) -> bool:
     return own is role or (own.other is role and plan.sizes[name].lent > 0)
 
 
-def _shrink_pool(plan: Plan, name: str, role: Role, needed: float) -> None:
+def _shrink_pool(plan: Plan, name: str, role: Role, needed: float, with_margin: float) -> None:
     size, rules, seen = plan.sizes[name], plan.bounds[name], plan.inputs.pools[name]
     if seen.starting or seen.pending:
         return
     lent = rules.role is not role
-    each = weight(plan.inputs, name, role)
-    spare = int((plan.supply(role) - needed) / each + EPSILON)
-    number = min(spare, size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
-    if number <= 0 or not _may_shrink(plan, name, number):
+    spare = plan.supply(role) - _must_keep(plan, name, needed, with_margin)
+    number = int(max(spare / weight(plan.inputs, name, role) + EPSILON, 0.0))
+    number = min(number, size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
+    if number <= 0:
         return
     plan.sizes[name] = Size(size.replicas - number, size.lent - number if lent else size.lent)
     plan.steps.append(f"{name}: {number} fewer, {size.replicas - number} in all")
     plan.shrunk.add(name)
 
 
-def _may_shrink(plan: Plan, name: str, number: int) -> bool:
-    """A pool does not breathe with chance: a small step down waits longer after it last grew."""
+def _must_keep(plan: Plan, name: str, needed: float, with_margin: float) -> float:
+    """A pool does not breathe with chance: after it grew it goes down as far as is clear, and only much later further."""
     inputs, hold = plan.inputs, plan.inputs.rules.hold_seconds
     grown = inputs.memory.grown_at.get(name)
-    small = number == 1 or number < SMALL_STEP * plan.sizes[name].replicas
-    return grown is None or inputs.now - grown >= (SMALL_HOLDS * hold if small else hold)
+    if grown is None or inputs.now - grown >= UNCLEAR_HOLDS * hold:
+        return needed
+    return with_margin if inputs.now - grown >= hold else math.inf

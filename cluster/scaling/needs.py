@@ -27,6 +27,7 @@ FORGET_BOOST_SECONDS = 6 * 3600.0
 MIN_JUDGED = 50
 MISS_MARGIN = 0.02
 LENGTH_CV = 1.0
+MARGIN = 1.05  # more than chance does to the rate of a window
 RATE_STEP = 1.02  # rates are sized for in steps: what wobbles less changes no size
 NO_TARGET = Target(1e6, 1e6, 0.5)  # where the true one cannot be met: only that nothing piles up
 
@@ -56,6 +57,7 @@ def needs(inputs: Inputs) -> Needs:
             return Needs(reason=f"nothing has come for {traffic.idle_seconds:.0f} s")
         rate = 0.0
     found: dict[str, float] = {}
+    with_margin: dict[str, float] = {}
     said: list[str] = []
     unreachable: list[str] = []
     for roles in ((Role.PREFILL, Role.DECODE), (Role.UNIFIED,)):
@@ -64,17 +66,20 @@ def needs(inputs: Inputs) -> Needs:
             continue
         workers = [inputs.pools[name].worker for name in names if name is not None]
         sized, why, cannot = _ahead(inputs, workers[0], workers[-1], rate, unified=roles == (Role.UNIFIED,))
+        more_sized, _, _ = _ahead(inputs, workers[0], workers[-1], rate * MARGIN, unified=roles == (Role.UNIFIED,))
         said.append(why)
         unreachable += [cannot] if cannot else []
         for role, name in zip(roles, names, strict=True):
             if name is not None:
                 found[role.value], more = _with_what_is(inputs, role, name, max(getattr(sized, role.value), 1), cannot)
+                with_margin[role.value] = max(getattr(more_sized, role.value), found[role.value])
                 said += more
     last = Role.UNIFIED if reference(inputs, Role.UNIFIED) is not None else Role.DECODE
     if rules.standby_workers and last.value in found:
         found[last.value] += rules.standby_workers
+        with_margin[last.value] += rules.standby_workers
         said.append(f"{rules.standby_workers} stand by")
-    return Needs(found, "; ".join(said), "; ".join(unreachable))
+    return Needs(found, with_margin, "; ".join(said), "; ".join(unreachable))
 
 
 def _ahead(inputs: Inputs, prefill: Worker, decode: Worker, rate: float, *, unified: bool) -> tuple[Pools, str, str]:

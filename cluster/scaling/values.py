@@ -140,10 +140,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Workers of each role, in those of its first pool; fractions, where pools differ. `unreachable`: why no size meets the
-    targets; then sizes are such that nothing piles up."""
+    """Workers of each role, in those of its first pool; fractions, where pools differ. `with_margin`: if a little more
+    came. `unreachable`: why no size meets the targets; then sizes are such that nothing piles up."""
 
     workers: Mapping[str, float] = field(default_factory=dict)
+    with_margin: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     unreachable: str = ""
 
@@ -157,6 +158,7 @@ class Past:
 
     since: float
     workers: Mapping[str, float]
+    with_margin: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

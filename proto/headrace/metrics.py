@@ -84,6 +84,7 @@ IN_FLIGHT: Final = "headrace_requests_in_flight"  # router, worker; state
 TASKS: Final = "headrace_asyncio_tasks"  # router, worker
 REDIS_BREAKER: Final = "headrace_redis_breaker_open"  # any; 1 while Redis is not waited for
 POOL_DESIRED: Final = "headrace_pool_desired_workers"  # keeper; pool
+POOL_ADVISED: Final = "headrace_pool_advised_workers"  # keeper; pool
 POOL_WORKERS: Final = "headrace_pool_workers"  # keeper; pool, phase
 WORKERS_READY: Final = "headrace_workers_ready"  # router; role
 WORKERS_PASSED_OVER: Final = "headrace_workers_passed_over"  # router; the breakers that are open

@@ -99,12 +99,14 @@ class Rules:
     """`prefill_backlog_seconds`: how much prefill workers may have before them on average when one more prompt is let go,
     and each WORKER_BACKLOG prompts in any case. Those whose speed nobody has measured yet are not bound by it, nor are
     prompts of which at most `local_prefill_max_tokens` must be computed, which is done where they decode.
-    `max_bypass_seconds`: what a prompt lets pass is computed within it."""
+    `max_bypass_seconds`: what a prompt lets pass is computed within it. `waits_for_workers`: where there is none requests
+    queue, for somebody starts some because of them."""
 
     max_queue: int = 1024
     prefill_backlog_seconds: float = inf
     max_bypass_seconds: float = 10.0
     local_prefill_max_tokens: int = 0
+    waits_for_workers: bool = False
 
 
 @dataclass(slots=True)
@@ -223,9 +225,9 @@ class Admission:
     # -- refusals
 
     def _unservable(self, entrant: Entrant, room: _Room) -> Shed | None:
-        if not room.most_samples:
+        if not room.most_samples and not self._rules.waits_for_workers:
             return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
-        if entrant.num_sequences > room.most_samples:
+        if 0 < room.most_samples < entrant.num_sequences:
             # It would wait until nothing runs, hold up all behind it, and then be refused.
             allowed = f"at most {room.most_samples}, as many as a worker runs at once"
             return Shed("too_many_samples", 0.0, InvalidRequest.out_of_range("n", entrant.num_sequences, allowed))
@@ -353,6 +355,8 @@ class Admission:
 
     def _fits(self, num_sequences: int, room: _Room) -> bool:
         """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
+        if self._rules.waits_for_workers and not room.most_samples:
+            return False
         return (num_sequences <= room.num_sequences and room.seconds > 0) or (not self._promised and room.idle)
 
     def _admitted(self, entrant: Entrant, num_tokens: int) -> Admitted:

@@ -69,6 +69,15 @@ def test_room_is_what_decoding_workers_run_and_a_little_more() -> None:
         assert decisions == [Admitted()] * room + [Queued(0)]
 
 
+def test_where_workers_come_for_those_who_wait_no_worker_at_all_is_no_reason_to_refuse() -> None:
+    admission = Admission(Rules(2, waits_for_workers=True))
+    assert offer(admission, "a", view()) == Queued(0)
+    assert offer(admission, "b", view(), n=3) == Queued(1)
+    assert isinstance(offer(admission, "c", view()), Shed), "the queue is bounded as ever"
+    assert admission.admit(view(), 1.0) == []
+    assert admission.admit(view(0), 2.0) == ["a", "b"]
+
+
 def test_nobody_who_decodes_is_refused_at_once() -> None:
     for nobody in (view(), view(0, role=Role.PREFILL), view(0, draining=True)):
         decision = offer(bounded(4), "a", nobody)
