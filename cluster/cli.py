@@ -27,6 +27,7 @@ COMMANDS = {
     "model": "Fetch a model into a local folder.",
     "simulate": "Replay a trace on virtual workers, with the production router and schedulers.",
     "plan": "Say how many GPUs traffic needs, checked by simulation, and what they cost.",
+    "bench": "Send load, open-loop, and say what came of it: latencies, goodput, the knee.",
     "demo": "Serve a small model here, ask it two questions, and show where each request went.",
 }
 

@@ -6,7 +6,7 @@ one by one gives intervals that are too narrow. Batch means would give means alo
 draw 1,000 times over millions of gaps, each stretch is first counted into bins of 0.5 %, and what is drawn are the counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,6 +67,15 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Summary":
+        found = dict(data)
+        for name in ("goodput_per_second", "attainment"):
+            found[name] = Figure(**data[name])
+        for name in ("ttft_seconds", "tpot_seconds", "itl_seconds", "e2e_seconds"):
+            found[name] = {key: Figure(**figure) for key, figure in data[name].items()}
+        return cls(**found)
+
 
 def met(slo: Slo, answer: Answer) -> bool:
     ttft = answer.ttft_seconds
@@ -94,7 +103,7 @@ def summarise(run: Run, slo: Slo, warmup_seconds: float, seed: int = 0) -> Summa
         errors=_counts(answer.error for answer in counted if answer.error),
         seconds=seconds,
         offered_per_second=offered,
-        finished_per_second=len(finished) / seconds if seconds else 0.0,
+        finished_per_second=_finished_per_second(run, warmup_seconds),
         goodput_per_second=_scaled(attainment, offered),
         attainment=attainment,
         tokens_per_second=_tokens_per_second(run, warmup_seconds),
@@ -135,6 +144,13 @@ def _counts(errors: Any) -> dict[str, int]:
     for error in errors:
         counts[error] = counts.get(error, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1])[:10])
+
+
+def _finished_per_second(run: Run, warmup_seconds: float) -> float:
+    """Answers that ended while load came in. Those that end later say what was asked, not what was done."""
+    span = run.seconds - warmup_seconds
+    ends = [answer.ended for answer in run.answers if answer.outcome is Outcome.FINISHED]
+    return sum(warmup_seconds <= end <= run.seconds for end in ends) / span if span > 0 else 0.0
 
 
 def _tokens_per_second(run: Run, warmup_seconds: float) -> float:

@@ -66,6 +66,22 @@ def repeated(rows: list[TraceRow], num_requests: int) -> list[TraceRow]:
     return found
 
 
+def salted(rows: Iterable[TraceRow], salt: int) -> list[TraceRow]:
+    """The same requests with other tokens: what one salt brought into a cache serves no other. Who shares a prefix still
+    does."""
+    if not 0 <= salt < 2**30:
+        raise ConfigError.out_of_range("salt", salt, "from 0 and below 2**30")
+    base = salt << 32
+    return [
+        replace(
+            row,
+            number=base + row.number,
+            prefix_ids=tuple(base + prefix_id for prefix_id in row.prefix_ids),
+        )
+        for row in rows
+    ]
+
+
 def bursts(rows: list[TraceRow], every_seconds: float = 60.0, factor: float = BURST_FACTOR) -> list[TraceRow]:
     """In each stretch of `every_seconds` the requests of its first `factor` mean seconds come within its first second;
     the others stay. Needs stretches longer than `factor` seconds."""

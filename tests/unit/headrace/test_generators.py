@@ -6,7 +6,7 @@ import pytest
 
 from headrace import generators
 from headrace.errors import ConfigError
-from headrace.traces import TraceRow
+from headrace.traces import Prompts, TraceRow
 
 ROWS = [TraceRow(n, n * 0.1, 10, 5, (n % 4,)) for n in range(3000)]
 
@@ -87,6 +87,19 @@ def test_a_repeated_trace_shares_no_prefix_with_its_first_round() -> None:
     assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
     rounds = [{row.prefix_ids for row in rows[start : start + 10]} for start in (0, 10)]
     assert not rounds[0] & rounds[1]
+
+
+def test_other_salts_share_no_block_and_equal_prefixes_stay_equal() -> None:
+    rows = generators.generate("hot-prefix", 20, 5.0)
+    prompts = Prompts(400)
+    first, again, other = ([prompts.of(row) for row in generators.salted(rows, salt)] for salt in (7, 7, 8))
+    assert first == again
+    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in other]
+    assert not {prompt[:16] for prompt in first} & {prompt[:16] for prompt in other}
+    hot = Counter(prompt[:4096] for prompt in first)
+    assert hot.most_common(1)[0][1] == Counter(row.prefix_ids for row in rows).most_common(1)[0][1]
+    with pytest.raises(ConfigError, match="salt: must be from 0"):
+        generators.salted(rows, -1)
 
 
 def test_what_cannot_be_made_is_refused() -> None:

@@ -36,7 +36,8 @@ def test_figures_of_a_run_that_is_even() -> None:
     assert found.itl_seconds["mean"].value == pytest.approx(0.05)
     assert found.e2e_seconds["p90"].value == pytest.approx(0.6)
     assert found.attainment == Figure(1.0, 1.0, 1.0)
-    assert found.offered_per_second == found.finished_per_second == pytest.approx(1.0)
+    assert found.offered_per_second == pytest.approx(1.0)
+    assert found.finished_per_second == pytest.approx(1.0, rel=0.02)
     assert found.goodput_per_second.value == pytest.approx(1.0)
     assert found.tokens_per_second == pytest.approx(5.0, rel=0.01)
     assert found.cached_fraction == pytest.approx(0.4)
@@ -68,25 +69,26 @@ def test_the_warm_up_does_not_count() -> None:
     assert summarise(made(cold + warm), SLO, 0.0).ttft_seconds["p99"].value == pytest.approx(9.0)
 
 
-def test_tokens_after_the_last_due_time_are_no_throughput() -> None:
+def test_what_comes_after_the_last_due_time_is_no_throughput() -> None:
     """While load drains, no more comes in: counting it would say that a slow server is fast."""
     found = summarise(made([answer(float(at), ttft=1000.0) for at in range(50)]), SLO, 0.0)
-    assert found.tokens_per_second == 0.0
+    assert (found.tokens_per_second, found.finished_per_second) == (0.0, 0.0)
+    assert found.outcomes["finished"] == 50
 
 
 def test_an_interval_holds_the_true_value_as_often_as_it_says() -> None:
-    """Of 40 independent runs of exponential latencies, 95 % are to hold the true p50 and mean; 80 % would be a fault."""
+    """Of 30 independent runs of exponential latencies, 95 % are to hold the true p50 and mean; 80 % would be a fault."""
     held = {"p50": 0, "mean": 0}
-    for seed in range(40):
+    for seed in range(30):
         random = Random(seed)
-        answers = [answer(float(at), random.expovariate(2.0), num_tokens=1) for at in range(400)]
+        answers = [answer(float(at), random.expovariate(2.0), num_tokens=1) for at in range(160)]
         ttft = summarise(made(answers), SLO, 0.0, seed=seed).ttft_seconds
         for name, true in (("p50", 0.34657), ("mean", 0.5)):
             figure = ttft[name]
             assert figure.low is not None
             assert figure.high is not None
             held[name] += figure.low <= true <= figure.high
-    assert min(held.values()) >= 0.85 * 40, held
+    assert min(held.values()) >= 0.85 * 30, held
 
 
 def test_stretches_of_neighbours_give_a_wider_interval_than_the_same_values_shuffled() -> None:
