@@ -267,7 +267,8 @@ class Intake:
 
     async def _ask_router(self, live: _Live, target: PrefillTarget, error: HeadraceError) -> Placed:
         """Only the router places; but a router that does not answer in time leaves the request to be computed here."""
-        log.warning("hand-off of %s from %s failed: %s", live.key, target.worker_id, error)
+        named = {"request_id": live.wire_key.request_id}
+        log.warning("hand-off of %s from %s failed: %s", live.key, target.worker_id, error, extra=named)
         if self._on_failure is not None:
             self._on_failure(error)
         if isinstance(error, NoRoom):

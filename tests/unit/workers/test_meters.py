@@ -2,6 +2,8 @@ import sys
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace import metrics
 from headrace.errors import LinkClosed, TransferFailed, WorkerLost
@@ -37,8 +39,8 @@ async def test_a_pair_counts_its_steps_tokens_and_bytes() -> None:
         assert (info.labels["worker"], info.labels["role"], info.value) == (decode.target.worker_id, "decode", 1)
 
 
-async def test_who_computes_a_prompt_counts_what_of_it_was_cached() -> None:
-    """So that a hand-off counts once, and sums over roles are of requests."""
+async def test_case_56_a_prompt_counts_once_on_the_worker_that_computed_it() -> None:
+    """So that sums over roles are of requests, and what a panel of decode workers shows is theirs."""
     registries = CollectorRegistry(), CollectorRegistry()
     async with (
         a_pair(prefill_registry=registries[0], decode_registry=registries[1]) as (prefill, decode),
@@ -57,6 +59,11 @@ async def test_who_computes_a_prompt_counts_what_of_it_was_cached() -> None:
         await router.submit(a_request("c", length=8, max_tokens=2)).end()
         assert decoded.get_sample_value(metrics.PREFIX_QUERY_TOKENS) == 8
         assert decoded.get_sample_value(f"{metrics.WORKER_QUEUE}_count", {"kind": "local"}) == 1
+        for registry, role in ((prefilled, "prefill"), (decoded, "decode")):
+            # As a scraper that asks for OpenMetrics reads it, which is stricter.
+            families = {family.name: family for family in text_string_to_metric_families(openmetrics(registry).decode())}
+            assert [sample.labels["role"] for sample in families[metrics.WORKER_INFO].samples] == [role]
+            assert families[metrics.PREEMPTIONS.removesuffix("_total")].type == "counter"
 
 
 def test_an_error_of_cuda_or_nccl_counts_wherever_it_stands_in_the_chain() -> None:

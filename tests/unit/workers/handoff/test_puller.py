@@ -337,6 +337,7 @@ async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str)
         assert got.keys == {RequestKey("q", 2)}
         assert got.timeline is not None
         assert got.timeline.prefill_worker == ("p1" if then == "another" else "")
+        assert got.timeline.retry_seconds > 0, "what the attempt that failed took is neither queue nor prefill"
         await both_idle(prefill, decode, spare)
 
 
