@@ -17,7 +17,7 @@ def measured() -> dict[str, set[str]]:
     Meters(workers).costs(1.0)
     workers.register(GpuFigures(None, {}))  # of no card: its families are there all the same
     worker = WorkerRecord("a-0", "a", 1, "decode", "tp1", "ready", 0.0)
-    keeper.register(Sizes(ObservedState("", (worker,), {"a": 1})))
+    keeper.register(Sizes(ObservedState("", (worker,), {"a": 1}), {"a": 2}))
     found: dict[str, set[str]] = {}
     for registry in (REGISTRY, workers, keeper):
         for collector, names in registry._collector_to_names.items():

@@ -61,7 +61,9 @@ async def test_case_56_a_prompt_counts_once_on_the_worker_that_computed_it() -> 
         assert decoded.get_sample_value(f"{metrics.WORKER_QUEUE}_count", {"kind": "local"}) == 1
         for registry, role in ((prefilled, "prefill"), (decoded, "decode")):
             # As a scraper that asks for OpenMetrics reads it, which is stricter.
-            families = {family.name: family for family in text_string_to_metric_families(openmetrics(registry).decode())}
+            families = {
+                family.name: family for family in text_string_to_metric_families(openmetrics(registry).decode())
+            }
             assert [sample.labels["role"] for sample in families[metrics.WORKER_INFO].samples] == [role]
             assert families[metrics.PREEMPTIONS.removesuffix("_total")].type == "counter"
 
