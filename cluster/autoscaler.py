@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cluster.leased import Leased, leased_workers
 from cluster.planning.load import Worker
-from cluster.reconcile import Desired, ObservedWorker
+from cluster.reconcile import Desired, ObservedWorker, Phase
 from cluster.router_reports import router_reports
 from cluster.scaling.decide import changes, decide
 from cluster.scaling.forecast import History
@@ -165,14 +165,16 @@ def _applied(desired: Desired, decision: Decision) -> Desired:
 
 
 def member(seen: Seen, leased: Leased | None, now: float) -> Member:
-    """A lease of another generation says nothing of this worker."""
+    """A lease of another generation says nothing of this worker. One that was told to drain by its host (a preStop hook, a
+    spot notice) leaves, though its controller did not ask for it."""
     worker, report = seen.worker, seen.report
+    told = report is not None and report.draining and worker.phase is Phase.READY
     info = leased.info if leased is not None and leased.info.generation == worker.generation else None
     counts = report.blocks if report is not None else None
     return Member(
         worker.pool,
         worker.role,
-        worker.phase,
+        Phase.DRAINING if told else worker.phase,
         now - worker.since,
         worker.pending,
         speed(info) if info is not None else None,

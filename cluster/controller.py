@@ -7,6 +7,7 @@ another controller leads, nothing is started, drained or removed; what serves go
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from dataclasses import dataclass, field, replace
 from typing import assert_never
@@ -34,6 +35,8 @@ from headrace.errors import HeadraceError, InternalError, WorkerLost
 from headrace.store import StoreUnavailable
 from headrace.values import Role
 from workers.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 HEALTH_SECONDS = 2.0
@@ -115,10 +118,16 @@ class Controller:
         return desired
 
     async def _scaled(self, desired: Desired) -> Desired:
-        """As the autoscaler wants it, where there is one."""
+        """As the autoscaler wants it, where there is one. One that fails costs its own decision, and nothing else."""
         if self._autoscaler is None:
             return desired
-        return await self._autoscaler.turn(desired, [Seen(its.seen, its.report) for its in self._workers.values()])
+        try:
+            return await self._autoscaler.turn(desired, [Seen(its.seen, its.report) for its in self._workers.values()])
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("the autoscaler failed: sizes and roles stay as they are")
+            return desired
 
     async def _adopt(self, tasks: asyncio.TaskGroup) -> None:
         """Once, on the first lead: workers and generations of an earlier controller are taken over, in the roles that they

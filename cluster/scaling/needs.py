@@ -52,7 +52,8 @@ def weight(inputs: Inputs, pool: str, role: Role) -> float:
 def needs(inputs: Inputs) -> Needs:
     traffic, rules = inputs.traffic, inputs.rules
     rate = max(inputs.forecast.peak, traffic.per_second)
-    if rate * rules.idle_seconds < 1 and not traffic.queued and not traffic.in_flight:
+    at_work = any(pool.waiting_tokens or pool.kv_used for pool in inputs.pools.values())
+    if rate * rules.idle_seconds < 1 and not (traffic.queued or traffic.in_flight or at_work):
         if traffic.idle_seconds >= rules.idle_seconds:
             return Needs(reason=f"nothing has come for {traffic.idle_seconds:.0f} s")
         rate = 0.0
@@ -136,6 +137,13 @@ def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float, cannot: s
                 said.append(f"{role.value} {backlog:.1f}: {seconds:.1f} worker-seconds of prompts wait")
                 most = backlog
     if role is not Role.PREFILL:
+        rows = max(min(worker.max_num_seqs, worker.kv_tokens / max(length.input_tokens, 1.0)), 1.0)
+        stay = rows * length.output_tokens / _tokens_per_second(worker, length) / 2
+        if traffic.oldest_queued_seconds > inputs.rules.target.ttft_seconds:
+            backlog = (traffic.per_second + traffic.queued / CATCH_UP_SECONDS) * stay / rows
+            if backlog > most:
+                said.append(f"{role.value} {backlog:.1f}: {traffic.queued} wait, the oldest too long already")
+                most = backlog
         used = max((pool.kv_used for pool in inputs.pools.values()), default=0.0)
         ready = _ready(inputs, role)
         if used > KV_FULL:

@@ -12,6 +12,7 @@ from headrace.values import ParallelLayout, Role
 
 WARM_SECONDS = 60.0  # after it became ready: first steps are slow, and say nothing of the others
 GUESS = CostModel()
+LEAST = {"prefill_base_seconds": 1e-6, "decode_base_seconds": 1e-6}  # a fit may put all of a step on its sequences
 LINES = (
     ("prefill_base_seconds", "prefill_token_seconds", "prefill_token_context_seconds"),
     ("decode_base_seconds", "decode_sequence_seconds", "decode_context_token_seconds"),
@@ -78,7 +79,7 @@ def _typical(members: Sequence[Member]) -> Worker | None:
         return None
     cost = CostModel(
         **{
-            field.name: _rounded(median(values))
+            field.name: max(_rounded(median(values)), LEAST.get(field.name, 0.0))
             for field in fields(CostModel)
             if (values := _measured([getattr(speed.cost, field.name) for speed in speeds], getattr(GUESS, field.name)))
         }

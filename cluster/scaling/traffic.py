@@ -58,7 +58,8 @@ class Meter:
                 before = last.classes.get(service_class, ClassCounts())
                 for verdict in counts:
                     counts[verdict] += getattr(now_counts, verdict) - getattr(before, verdict)
-        if self._busy_at is None or new["arrivals"] or any(r.queued or r.in_flight for r in reports.values()):
+        begins = self._busy_at is None and bool(reports)
+        if begins or new["arrivals"] or any(report.queued or report.in_flight for report in reports.values()):
             self._busy_at = now
         for name, report in reports.items():
             self._last.pop(name, None)

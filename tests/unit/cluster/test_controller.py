@@ -97,3 +97,26 @@ async def test_a_cluster_that_goes_down_waits_for_workers_that_drain_already(red
         await asyncio.wait_for(running, 10)
     for name in ("decode-0", "decode-1"):
         assert pools.happened.index(f"{name} is drained") < pools.happened.index(f"{name} is removed")
+
+
+class Failing:
+    """An autoscaler with a fault of its own."""
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+
+    async def turn(self, desired: Desired, seen: object) -> Desired:
+        self.num_turns += 1
+        raise ZeroDivisionError
+
+
+async def test_an_autoscaler_that_fails_ends_no_controller(redis_url: str) -> None:
+    pools, failing = Pools(), Failing()
+    async with controlling(redis_url, pools) as (controller, _, running):
+        controller._autoscaler = failing  # type: ignore[assignment]
+        await pools.until("decode-0 starts", "decode-1 starts")
+        controller.stop()
+        for name in ("decode-0", "decode-1"):
+            pools.let_go[name].set()
+        await asyncio.wait_for(running, 10)
+    assert failing.num_turns >= 1

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from cluster.planning.load import Worker
 from cluster.reconcile import Desired, DesiredPool, Phase
+from cluster.scaling.decide import decide
 from cluster.scaling.observe import Member, observe
-from cluster.scaling.values import Size
+from cluster.scaling.values import Inputs, Size
 from headrace.costmodel import CostModel
 from headrace.values import ParallelLayout, Role
-from tests.unit.cluster.scaling.world import WORKER, rules
+from tests.unit.cluster.scaling.world import WORKER, rules, traffic
 
 RULES = rules(prefill_tp=2)
 DESIRED = Desired(
@@ -64,3 +65,10 @@ def test_a_pool_without_workers_is_what_it_last_was_or_as_the_others_are() -> No
     assert observe(RULES, DESIRED, [], {"decode": before})["decode"].worker == before
     members = [ready("prefill", Role.PREFILL, WORKER.cost)]
     assert observe(RULES, DESIRED, members, {})["decode"].worker.cost.decode_base_seconds == 1e-2
+
+
+def test_a_fit_that_puts_all_of_a_step_on_its_sequences_can_be_sized_for() -> None:
+    """As a real worker's did: its base was 0, and sizing divides by it."""
+    flat = replace(WORKER.cost, decode_base_seconds=0.0, prefill_base_seconds=0.0)
+    seen = observe(RULES, DESIRED, [ready("decode", Role.DECODE, flat), ready("prefill", Role.PREFILL, flat)], {})
+    assert decide(Inputs(0.0, RULES, seen, traffic(5.0))).needs.workers["decode"] >= 1
