@@ -80,6 +80,14 @@ bench-handoff:  ## pulls over the real links between two CUDA devices, alone and
 bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL (GATE=1 fails on a miss)
 	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
+bench-disagg:  ## one aggregated pool against prefill and decode pools on the same CUDA devices (TRACES=azure=… ARGS=…); resumes
+	$(GPU_PYTHON) -m loadtests.disagg --traces $(TRACES) --state docs/benchmarks/disagg-$(or $(CARD),h200).jsonl \
+		--out docs/benchmarks/disagg-$(or $(CARD),h200).json $(ARGS)
+
+bench-link:  ## an nccl link between two CUDA devices: rate, memory, how it ends (GATE=1 fails on a miss)
+	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_link --scheme nccl \
+		--out docs/benchmarks/link-$(or $(CARD),h200).json $(if $(GATE),--gate)
+
 bench-parallel:  ## tensor and pipeline parallel ranks on two CUDA devices, 70B shape cut to 20 layers (GATE=1 fails on a miss)
 	$(GPU_PYTHON) -m loadtests.bench_parallel --out docs/benchmarks/parallel-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
@@ -90,4 +98,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-disagg bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

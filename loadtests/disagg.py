@@ -1,6 +1,6 @@
 """The same GPUs as one aggregated pool and as a prefill and a decode pool, under the same open-loop traffic.
 
-    python -m loadtests.disagg --traces azure=FILE.csv --deployments 2U:512 2U:2048 1P1D --rates 8 16 [--out disagg-CARD.json]
+    python -m loadtests.disagg --traces azure=FILE.csv --deployments 2U:512 2U:2048 1P1D --rates 8 16 --out disagg-CARD.json
     python -m loadtests.disagg --try                # a tiny model on the CPU: that it runs, not how fast
 
 Llama-3.1-8B shape, bf16, random weights. `2U:512`: two workers that do both, chunks of at most 512 tokens; `1P1D`: one of
@@ -10,7 +10,7 @@ wait and, where decoding, by requests that run. Every run is kept in --state and
 --seconds and another go on; SLOs are judged afterwards, from all runs there are.
 
 goodput_TRACE_SLO_ratio     best goodput per GPU of two pools over the tuned single pool's (loadtests.judged has the SLOs)
-crossover_TRACE_ms          the largest TPOT target up to which two pools are as good, with the tight TTFT
+crossover_TRACE_ms          the largest TPOT target at which two pools are better by a twentieth, with the tight TTFT
 """
 
 import argparse
@@ -171,9 +171,7 @@ class Bench:
     points: list[Point] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.state.exists():
-            lines = self.state.read_text(encoding="utf-8").splitlines()
-            self.points = [Point.from_json(json.loads(line)) for line in lines]
+        self.points = kept(self.state)
 
     async def measure(self, deployment: Deployment, rates: Sequence[float], deadline: float) -> None:
         """All that is missing of a deployment and can be over in time. One that fails begins anew with the next call."""
@@ -225,6 +223,11 @@ class Bench:
             f" {' '.join(point.strains)}",
             flush=True,
         )
+
+
+def kept(state: pathlib.Path) -> list[Point]:
+    lines = state.read_text(encoding="utf-8").splitlines() if state.exists() else []
+    return [Point.from_json(json.loads(line)) for line in lines]
 
 
 def report_of(points: Sequence[Point], hardware: str) -> Report:
@@ -290,9 +293,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins later")
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--state", type=pathlib.Path, default=pathlib.Path("disagg-points.jsonl"))
+    parser.add_argument("--judge", metavar="HARDWARE", help="run nothing: judge what --state has, measured there")
     parser.add_argument("--try", dest="tiny", action="store_true", help="a tiny model on the CPU")
     add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.judge:
+        return judge(kept(arguments.state), arguments.judge, arguments)
     scale = TINY if arguments.tiny else FULL
     context = 256 if arguments.tiny else arguments.context
     engine = {**scale.engine, "max_context_tokens": context}
@@ -312,9 +318,13 @@ def main() -> int:
         hardware = f"{most} × {torch.cuda.get_device_properties(0).name}"
     bench = Bench(arguments.state, traffic, scale.shape, engine, seconds, not arguments.tiny)
     uvloop.run(measure(bench, deployments, rates, arguments.seconds))
-    report = report_of(bench.points, hardware)
+    return judge(bench.points, hardware, arguments)
+
+
+def judge(points: Sequence[Point], hardware: str, arguments: argparse.Namespace) -> int:
+    report = report_of(points, hardware)
     if arguments.out is not None:
-        draw(bench.points, arguments.out.with_suffix(".png"))
+        draw(points, arguments.out.with_suffix(".png"))
     return report.close(arguments)
 
 

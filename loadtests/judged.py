@@ -18,6 +18,7 @@ SLOS: dict[str, tuple[float, float, float | None]] = {
 }
 TIGHT_TTFT_SECONDS = {"mooncake": 3.0}
 TPOTS_MS = tuple(range(6, 61))
+PAYS = 1.05  # less is within what two runs of the same differ by
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,5 @@ def by_tpot(points: Sequence[Point], trace: str, ttft_seconds: float) -> list[tu
 
 
 def crossover_ms(curve: Sequence[tuple[int, float, float]]) -> int | None:
-    """The largest TPOT target up to which two pools are at least as good wherever they are any good; None: nowhere."""
-    crossover = None
-    for tpot_ms, aggregated, split in curve:
-        if split and split >= aggregated:
-            crossover = tpot_ms
-        elif aggregated > split:
-            break
-    return crossover
+    """The largest TPOT target at which two pools are better by PAYS; None: at none."""
+    return max((tpot_ms for tpot_ms, aggregated, split in curve if split and split >= aggregated * PAYS), default=None)

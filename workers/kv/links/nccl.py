@@ -32,8 +32,8 @@ from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
-MESSAGE_BYTES = 32 * 2**20
-DEPTH = 3
+MESSAGE_BYTES = 64 * 2**20
+DEPTH = 1
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog
 
