@@ -17,7 +17,7 @@ from kernels.rope_store import rope_store
 from kernels.tuning import DecodeTile, Tuning, tuning_of
 
 MAX_DECODE_ROWS = 1024
-MANY_UNITS = 512  # rows × KV heads
+FEW_UNITS, MANY_UNITS = 64, 512  # rows × KV heads
 MOST_SPLITS = 16
 # Below, the gather and its launches cost more than the faster kernel saves. Of several prompts in a step the short ones
 # are better off together in one paged launch, which fills the device.
@@ -99,8 +99,7 @@ class CudaOps:
             return dense_prefill(q_THE, pool, layer, tables[0], contexts[:1], scale)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
-            many = decodes * num_kv_heads >= MANY_UNITS
-            tile = self._tuning.decode_many if many else self._tuning.decode
+            tile = self._decode_tile(decodes * num_kv_heads)
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
             paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
         for prompt in whole:
@@ -131,6 +130,11 @@ class CudaOps:
         if out.numel():
             silu_mul.silu_mul(x_T2F, out, self._tuning.silu)
         return out
+
+    def _decode_tile(self, num_units: int) -> DecodeTile:
+        if num_units >= MANY_UNITS:
+            return self._tuning.decode_many
+        return self._tuning.decode_few if num_units <= FEW_UNITS else self._tuning.decode
 
     def _decode_scratch(self, tile: DecodeTile, num_kv_heads: int, head_dim: int) -> DecodeScratch:
         programs = self._multiprocessors * tile.programs_per_multiprocessor

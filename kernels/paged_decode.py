@@ -201,18 +201,11 @@ def _decode(
             first_program = unit_start // share
             holders = (unit_start + unit_tiles - 1) // share - first_program + 1
             if tl.atomic_add(ARRIVED + row * K + head, 1, sem="acq_rel") == holders - 1:
-                _merge(
-                    PARTIAL,
-                    STATISTICS,
-                    OUT + row.to(tl.int64) * out_stride + head * G * E,
-                    first_program,
-                    holders,
-                    G,
-                    GROUP,
-                    M,
-                    E,
-                    I,
-                )
+                out = OUT + row.to(tl.int64) * out_stride + head * G * E
+                if holders <= I // 2:
+                    _merge(PARTIAL, STATISTICS, out, first_program, holders, G, GROUP, M, E, I // 2)
+                else:
+                    _merge(PARTIAL, STATISTICS, out, first_program, holders, G, GROUP, M, E, I)
                 tl.store(ARRIVED + row * K + head, 0)
 
         tile = unit_start + tl.where(last == unit_tiles, unit_length, last)

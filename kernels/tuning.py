@@ -63,6 +63,7 @@ class ReduceTile:
 @dataclass(frozen=True, slots=True)
 class Tuning:
     decode: DecodeTile
+    decode_few: DecodeTile  # where most units are shared among many multiprocessors
     decode_many: DecodeTile  # where there are rows enough for every multiprocessor
     prefill: PrefillTile
     norm: RowTile
@@ -80,6 +81,7 @@ class Tuning:
         tiles = json.loads(path.read_text())
         return cls(
             DecodeTile(**tiles["decode"]),
+            DecodeTile(**tiles["decode_few"]),
             DecodeTile(**tiles["decode_many"]),
             PrefillTile(**tiles["prefill"]),
             RowTile(**tiles["norm"]),

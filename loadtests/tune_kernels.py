@@ -43,6 +43,28 @@ DECODE = [
         (128, 32, 4, 3),
     )
 ]
+# (tokens, programs a multiprocessor, parts merged at a time, warps, stages)
+FEW = [
+    DecodeTile(tokens, programs, 2, merged, warps, stages)
+    for tokens, programs, merged, warps, stages in (
+        (32, 2, 16, 2, 6),
+        (32, 2, 16, 2, 9),
+        (32, 2, 16, 2, 12),
+        (32, 2, 32, 4, 6),
+        (32, 2, 32, 4, 9),
+        (32, 2, 32, 4, 12),
+        (32, 3, 16, 2, 6),
+        (32, 3, 32, 4, 8),
+        (32, 1, 16, 4, 12),
+        (64, 2, 16, 4, 3),
+        (64, 2, 16, 4, 6),
+        (64, 2, 32, 4, 6),
+        (64, 1, 16, 4, 9),
+        (64, 1, 16, 8, 9),
+        (128, 1, 16, 4, 5),
+        (128, 1, 16, 8, 6),
+    )
+]
 GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4)]
 PREFILL = [
     PrefillTile(*sizes)
@@ -63,13 +85,16 @@ SILU = [RowTile(elements, warps) for elements in (1024, 2048, 4096, 8192) for wa
 ROPE = [RopeTile(heads, warps) for heads in (8, 16, 32) for warps in (2, 4, 8)]
 
 
+FEW_WEIGHTS = {"b1_32k": 2.0, "b1_30k": 1.0, "b4_mixed": 1.0, "b8_4k": 1.0, "b1_1k": 0.3}
+
+
 def compile_one(tile: DecodeTile | PrefillTile) -> str:
     """In a process of its own: launches the variant once on a tiny problem."""
     device = torch.device("cuda", 0)
     pool = torch.zeros(4, bench.KV_HEADS, bench.LAYERS, 2, bench.BLOCK, bench.DIM, dtype=bench.DTYPE, device=device)
     try:
         if isinstance(tile, DecodeTile):
-            for num_rows in (1, 32, 128):
+            for num_rows in (1,) if tile in FEW else (1, 32, 128):
                 batch = _tiny([(1, 33)] * num_rows, device)
                 q = bench.queries(num_rows, device)
                 scratch = DecodeScratch.of(132, num_rows, bench.KV_HEADS, bench.DIM, device)
@@ -98,9 +123,11 @@ class Tuner:
         self.table: dict[str, list[dict[str, Any]]] = {}
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def decode(self) -> tuple[DecodeTile, DecodeTile]:
+    def decode(self, few_only: bool) -> tuple[DecodeTile, DecodeTile, DecodeTile]:
+        """(decode, decode_few, decode_many)."""
         shapes = {
             "b128_1k": bench.batch_of([(1, 1024)] * 128, self.device),
+            "b8_4k": bench.batch_of([(1, 4096)] * 8, self.device),
             "b32_1k": bench.batch_of([(1, 1024)] * 32, self.device),
             "b1_32k": bench.batch_of([(1, 32768)], self.device),
             "b1_30k": bench.batch_of([(1, 29999)], self.device),
@@ -124,15 +151,19 @@ class Tuner:
             scratch = DecodeScratch.of(programs, num_rows, bench.KV_HEADS, bench.DIM, self.device)
 
             def layers() -> None:
-                for layer in range(8):
+                for layer in range(bench.LAYERS):
                     paged_decode(q, self.pool, layer, batch, bench.SCALE, out, scratch, tile)
 
-            seconds = statistics.median(bench.seconds_of(layers, repeats=5)) / 8
+            seconds = statistics.median(bench.seconds_of(layers, repeats=5)) / bench.LAYERS
             return tokens[name] * bench.KV_HEADS * bench.DIM * 4 / seconds / self.copy_rate
 
-        few: DecodeTile = self._best("decode", variants, fraction, list(shapes)[1:-1], {"b1_1k": 0.3})
+        few: DecodeTile = self._best("decode_few", FEW, fraction, list(FEW_WEIGHTS), FEW_WEIGHTS)
+        if few_only:
+            found = tuning_of(self.device)
+            return found.decode, few, found.decode_many
+        some: DecodeTile = self._best("decode", variants, fraction, ["b32_1k", "b4_mixed"])
         many: DecodeTile = self._best("decode_many", variants, fraction, ["b128_1k", "mixed"])
-        return few, many
+        return some, few, many
 
     def prefill(self) -> PrefillTile:
         shapes = {str(n): bench.batch_of([(n, context)], self.device) for n, context in ((1024, 1024), (8192, 8192))}
@@ -216,21 +247,22 @@ def main() -> int:
     parser.add_argument("--table", type=Path, required=True, help="where every measurement goes, as JSON")
     parser.add_argument("--out", type=Path, help="default kernels/tuned/CARD.json")
     parser.add_argument("--decode-only", action="store_true", help="the other tiles stay as they are")
+    parser.add_argument("--few-only", action="store_true", help="all but that of decode attention over few rows stay")
     arguments = parser.parse_args()
     started = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as processes:
-        tiles = DECODE if arguments.decode_only else [*DECODE, *PREFILL]
+        tiles = FEW if arguments.few_only else [*FEW, *DECODE, *([] if arguments.decode_only else PREFILL)]
         for failure in filter(None, processes.map(compile_one, tiles)):
             print(failure, flush=True)
     print(f"compiled in {time.monotonic() - started:.1f} s", flush=True)
     device = torch.device("cuda", 0)
     tuner = Tuner(device)
     found = tuning_of(device)
-    if not arguments.decode_only:
+    if not (arguments.decode_only or arguments.few_only):
         norm_tile, rope_tile, silu_tile = tuner.rows()
         found = dataclasses.replace(found, prefill=tuner.prefill(), norm=norm_tile, rope=rope_tile, silu=silu_tile)
-    decode, decode_many = tuner.decode()
-    found = dataclasses.replace(found, decode=decode, decode_many=decode_many)
+    decode, few, many = tuner.decode(arguments.few_only)
+    found = dataclasses.replace(found, decode=decode, decode_few=few, decode_many=many)
     arguments.table.write_text(json.dumps(tuner.table))
     (arguments.out or TUNED / f"{card(device)}.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
     print(f"tuned in {time.monotonic() - started:.1f} s: {found}", flush=True)

@@ -1,18 +1,20 @@
-"""Requests through a scheduler and a runner, alone or together: what they are answered, to the bit."""
+"""Requests through a scheduler and a worker's ranks, alone or together: what they are answered, to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.blocks import BlockHasher
 from headrace.config import EngineConfig
 from headrace.values import Request, RequestKey, SamplingParams
 from tests.model_steps import random_ids
-from workers.ranks.runner import Runner
 from workers.scheduling.blocks import BlockLedger
+from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
 # (token ids, chosen log-probability and the best ones) of a request's tokens
 Answers = dict[str, list[object]]
+# carries a plan out on all ranks
+Step = Callable[[StepPlan], StepResult | None]
 
 NUM_TOKENS = 6
 SHARED = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "num_logprobs": 3}
@@ -35,13 +37,11 @@ def requests(lengths: Sequence[int], vocab_size: int = 259) -> list[Request]:
     return found
 
 
-def answers(
-    runner: Runner, engine: EngineConfig, asked: Sequence[Request], *, num_blocks: int | None = None
-) -> Answers:
+def answers(step: Step, engine: EngineConfig, asked: Sequence[Request], *, num_blocks: int) -> Answers:
     """All of them at once, in a cache that is empty at first."""
     scheduler = Scheduler(
-        SchedulerLimits(engine.max_num_seqs, engine.max_step_tokens, runner.max_context_tokens, 1000, 10.0),
-        BlockLedger(num_blocks or runner.num_blocks, engine.block_size),
+        SchedulerLimits(engine.max_num_seqs, engine.max_step_tokens, engine.max_context_tokens or 256, 1000, 10.0),
+        BlockLedger(num_blocks, engine.block_size),
         lambda adapter, salt: BlockHasher(revision="r", kv_format="f", block_size=engine.block_size, cache_salt=salt),
         vocab_size=259,
     )
@@ -49,30 +49,30 @@ def answers(
     for request in asked:
         scheduler.submit(request, 0.0)
     while (plan := scheduler.schedule(0.0)) is not None:
-        result = runner.run(plan)
-        if result is None:
-            continue
+        result = step(plan)
+        assert result is not None
         for output in scheduler.apply(result, 0.0).outputs:
             found[output.key.request_id].append((output.token_ids, output.logprobs))
         scheduler.ledger.drain_events()
     return found
 
 
-def alone_and_together(runner: Runner, engine: EngineConfig, lengths: Sequence[int]) -> tuple[Answers, list[Answers]]:
+def alone_and_together(step: Step, engine: EngineConfig, lengths: Sequence[int]) -> tuple[Answers, list[Answers]]:
     """Each request by itself, its prompt whole; and all together, in chunks of several sizes, over a cache that they share,
     and with too few blocks for all."""
     asked = requests(lengths)
+    needed = [-(-(length + NUM_TOKENS) // engine.block_size) for length in lengths]
+    full = engine.num_blocks or sum(needed)
     alone: Answers = {}
     for request in asked:
-        alone |= answers(runner, engine, [replace(request, cache_salt=request.key.request_id)])
-    needed = sum(-(-(length + NUM_TOKENS) // engine.block_size) for length in lengths)
+        alone |= answers(step, engine, [replace(request, cache_salt=request.key.request_id)], num_blocks=full)
+    few = max(max(needed), sum(needed) * 2 // 3)
     together = [
-        answers(runner, engine.model_copy(update={"max_step_tokens": tokens}), asked[::order], num_blocks=blocks)
+        answers(step, engine.model_copy(update={"max_step_tokens": tokens}), asked[::order], num_blocks=blocks)
         for tokens, order, blocks in (
-            (engine.max_step_tokens, 1, None),
-            (23, -1, None),
-            (7, 1, None),
-            (64, 1, needed // 2),
+            (engine.max_step_tokens, 1, full),
+            (11, -1, full),
+            (64, 1, few),
         )
     ]
     return alone, together

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from headrace.config import EngineConfig
-from headrace.values import ParallelLayout
+from headrace.values import ParallelLayout, Role
 from kernels.tuning import tuning_of
 from tests.determinism import NUM_TOKENS, Answers, alone_and_together
-from tests.rank_processes import rank_processes
 from tests.tiny import make_variant
 from tests.unit.kernels.fixed_checks import check_fixed_attention, check_fixed_linear
 from workers.models.checkpoint import Checkpoint
-from workers.models.parallel import RankContext, form
+from workers.models.parallel import form
+from workers.ranks.build import build_executor
 from workers.ranks.runner import Runner
+from workers.spec import WorkerSpec
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
@@ -26,6 +27,7 @@ ENGINE = EngineConfig(
     block_size=16,
     max_num_seqs=8,
     max_step_tokens=1024,
+    max_context_tokens=1024,
     deterministic=True,
 )
 LENGTHS = (700, 9, 130, 301, 1)
@@ -47,31 +49,28 @@ def test_tokens_of_attention(rows: list[tuple[int, int]], group: int, kv_heads: 
     check_fixed_attention(rows, group, kv_heads, head_dim, 512, tile, CUDA, torch.bfloat16)
 
 
-def job(context: RankContext, folder: pathlib.Path) -> tuple[Answers, list[Answers]]:
-    runner = Runner(Checkpoint.open(folder), context.layout, context.rank, ENGINE, context)
-    found = alone_and_together(runner, ENGINE, LENGTHS)
-    runner.settle()
-    torch.cuda.synchronize()
-    runner._graph_memory.close()
-    return found
-
-
-def same(by_itself: Answers, together: list[Answers]) -> None:
+def same(found: tuple[Answers, list[Answers]]) -> None:
+    by_itself, together = found
     assert all(len(tokens) == NUM_TOKENS for tokens in by_itself.values())
-    for found in together:
-        assert found == by_itself
+    for each in together:
+        assert each == by_itself
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "mistral-wide-heads"])
 def test_an_answer_does_not_depend_on_who_is_in_the_batch(tmp_path: pathlib.Path, name: str) -> None:
+    folder = make_variant(tmp_path, name, max_position_embeddings=1024)
     context = form(ParallelLayout(), 0, None, device=CUDA)
-    same(*job(context, make_variant(tmp_path, name, max_position_embeddings=1024)))
+    runner = Runner(Checkpoint.open(folder), context.layout, 0, ENGINE, context)
+    same(alone_and_together(runner.run, ENGINE, LENGTHS))
 
 
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("layout", [ParallelLayout(2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [ParallelLayout(2, 1), ParallelLayout(1, 2)], ids=str)
 def test_nor_on_two_ranks(tmp_path: pathlib.Path, layout: ParallelLayout) -> None:
     folder = make_variant(tmp_path, "llama", max_position_embeddings=1024)
-    with rank_processes(2, "cuda") as ranks:
-        same(*ranks.run(layout, job, folder)[0])
+    executor = build_executor(WorkerSpec("w", 1, Role.UNIFIED, str(folder), layout, ENGINE))
+    try:
+        same(alone_and_together(lambda plan: executor.step(plan).result(60), ENGINE, LENGTHS))
+    finally:
+        executor.close()
