@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from cluster.scaling.values import Traffic
 from headrace.reports import ClassCounts, RouterReport
 
-MEMORY_SECONDS = 3600.0  # of lengths, hit rate and burstiness
+LENGTH_WINDOWS = 5  # after so many half of what is known of lengths and hits is of them: a mix may change
+BURST_MEMORY_SECONDS = 3600.0  # of burstiness, the same
 GUESSED_OUTPUT_TOKENS = 256.0  # before the first answer
 MIN_STEP_SECONDS = 0.05
 MOST_ROUTERS = 256  # that are remembered
@@ -87,12 +88,13 @@ class Meter:
         return new["arrivals"]
 
     def _learn(self, new: Mapping[str, int], counts: Mapping[str, int], seconds: float) -> None:
-        keep = 0.5 ** (seconds / MEMORY_SECONDS)
+        keep = 0.5 ** (seconds / (LENGTH_WINDOWS * self._window_seconds))
         for counter in _COUNTERS:
             self._sums[counter] = self._sums[counter] * keep + new[counter]
         self._sums["answered"] = self._sums["answered"] * keep + max(new["ended"] - counts["failed"], 0)
         if self._steps and abs(self._steps[-1].seconds / seconds - 1) < 0.2:
             # Neighbours' differences: what changes slowly is no burst.
+            keep = 0.5 ** (seconds / BURST_MEMORY_SECONDS)
             last = self._steps[-1].arrivals
             self._squares = self._squares * keep + (new["arrivals"] - last) ** 2 / 2
             self._means = self._means * keep + (new["arrivals"] + last) / 2

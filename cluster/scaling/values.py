@@ -105,7 +105,7 @@ class PoolSeen:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What routers say. Rates and shares over the last window, lengths and burstiness over about an hour. `routers` 0:
+    """What routers say. Rates and shares over the last window, lengths over some, burstiness over an hour. `routers` 0:
     nobody says anything, which is not the same as nothing coming. `idle_seconds`: since the last arrival, or anything that
     was still in flight."""
 
