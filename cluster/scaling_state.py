@@ -47,6 +47,14 @@ class ScalingState:
         decoded = [_decoded(Recorded, raw) for raw in found.values()]
         return sorted((one for one in decoded if one is not None), key=lambda one: one.number)
 
+    async def latest(self, number: int, count: int) -> list[Recorded]:
+        """The decisions up to `number`, at most `count` of them."""
+        names = [str(one) for one in range(max(number - count, 0) + 1, number + 1)]
+        if not names:
+            return []
+        found = await self._store.call(lambda redis: redis.hmget(self._keys.scaling_decisions, names))
+        return [one for raw in found if (one := _decoded(Recorded, raw)) is not None]
+
     async def commit(
         self,
         now: Recorded,

@@ -29,6 +29,9 @@ from router.keyring import read_keys
     type=click.Path(path_type=pathlib.Path),
     help="With --config: keys of the operator, one a line; the first is shown to routers.",
 )
+@click.option(
+    "--plan", type=click.Path(path_type=pathlib.Path), help="With --config: a plan as JSON, to be laid beside reality."
+)
 @click.option("--open", "in_browser", is_flag=True, help="Open it in the browser of this machine.")
 def command(
     cluster: str | None,
@@ -37,6 +40,7 @@ def command(
     host: str,
     port: int,
     api_keys_file: pathlib.Path | None,
+    plan: pathlib.Path | None,
     in_browser: bool,
 ) -> None:
     """Say where the console is: pools, load, hand-offs, requests and decisions, live in a browser.
@@ -57,6 +61,8 @@ def command(
     else:
         settings = load(config)
         redis_url = described(settings, config).redis_url
+    if plan is not None:
+        settings = settings.model_copy(update={"console": settings.console.model_copy(update={"plan": str(plan)})})
     keys = read_keys(api_keys_file, "--api-keys-file") if api_keys_file is not None else ()
     _until_interrupted(served(settings, redis_url, host, port, keys), in_browser)
 

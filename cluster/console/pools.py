@@ -63,6 +63,7 @@ class Pool:
     desired: int | None
     phases: Mapping[str, int] = field(default_factory=dict)
     roles: Mapping[str, int] = field(default_factory=dict)
+    ready_roles: Mapping[str, int] = field(default_factory=dict)
     layouts: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 0
     num_heard: int = 0
@@ -143,6 +144,7 @@ def _pool(name: str, desired: int | None, seen: Sequence[Seen], max_backlog_seco
         desired=desired,
         phases=Counter(worker.record.phase for worker in seen),
         roles=Counter(worker.role for worker in seen),
+        ready_roles=Counter(worker.role for worker in ready),
         layouts=Counter(worker.record.layout for worker in seen),
         num_ranks=sum(ranks_of(worker.record.layout) for worker in seen if worker.record.phase != Phase.DEAD),
         num_heard=len(heard),

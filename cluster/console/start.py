@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import pathlib
 import time
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.console.guard import Guard
+from cluster.console.plan_file import PlanFile
 from cluster.console.recording import Recording
 from cluster.console.serve import PATH, Console
 from cluster.console.verdict import Rules
@@ -25,7 +27,8 @@ async def watching(config: ClusterConfig, redis_url: str, api_keys: Sequence[str
     """Looks at the cluster while the block lasts. `api_keys`: the operator's, beside those in the configuration."""
     rules, guard, key = rules_and_keys(config, api_keys)
     store = connect(redis_url, BUDGET_SECONDS)
-    watcher = Watcher.of(config, store, rules, SystemClock(), time.time, key)
+    plan = PlanFile(pathlib.Path(config.console.plan)) if config.console.plan is not None else None
+    watcher = Watcher.of(config, store, rules, SystemClock(), time.time, key, plan)
     task = asyncio.create_task(watcher.run(), name="console")
     try:
         yield Console(watcher, guard)

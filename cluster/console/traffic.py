@@ -52,6 +52,14 @@ class Growth:
     def outcomes(self, name: str) -> ClassCounts:
         return ClassCounts(**{verdict: self.classes.get((name, verdict), 0) for verdict in VERDICTS})
 
+    @property
+    def all_outcomes(self) -> ClassCounts:
+        """Of all classes together."""
+        sums: Counter[str] = Counter()
+        for (_, verdict), number in self.classes.items():
+            sums[verdict] += number
+        return ClassCounts(**sums)
+
 
 NOTHING = Growth()
 

@@ -95,7 +95,7 @@ def _targets(rules: Rules, minute: Growth, window: Growth) -> tuple[list[Line], 
             if part is not None and ended >= MIN_ENDED and part < bar:
                 lines.append(Line(level, _missed(name, counts, part, ended, span), "targets"))
                 break
-    counts = _all(window)
+    counts = window.all_outcomes
     part, ended = attainment(counts), num_ended(counts)
     if part is None:
         return lines, ""
@@ -114,18 +114,6 @@ def _missed(name: str, counts: ClassCounts, part: float, ended: int, span: str) 
     worst = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items() if number)
     who = f"{name}: " if name else ""
     return f"{who}{_percent(part)} of {ended:,} requests met their targets in {span} (missed: {worst})"
-
-
-def _all(growth: Growth) -> ClassCounts:
-    names = {name for name, _ in growth.classes}
-    each = [growth.outcomes(name) for name in names]
-    return ClassCounts(
-        sum(its.met for its in each),
-        sum(its.missed_ttft for its in each),
-        sum(its.missed_tpot for its in each),
-        sum(its.missed_both for its in each),
-        sum(its.failed for its in each),
-    )
 
 
 def _workers(pools: Sequence[Pool]) -> list[Line]:

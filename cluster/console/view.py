@@ -6,16 +6,22 @@ Names and reasons are text of others: they are passed on as they are, cut to a l
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
+from cluster.console.decisions import scaling
+from cluster.console.planned import Measured, compared
 from cluster.console.pools import Pool, Seen, pools_of
 from cluster.console.traffic import NOTHING, Growth, attainment, num_ended
 from cluster.console.verdict import Rules, Sources, judge, pressed
+from cluster.scaling.values import Recorded
+from headrace.errors import ConfigError
 from headrace.metrics import Stage
 from headrace.reports import RouterReport
 from router.explanations import Recent
 from router.flight import STATES
 
+Json = dict[str, Any]
 MAX_TEXT = 300
 MAX_WORKERS = 2000
 MAX_PAIRS = 64
@@ -45,7 +51,6 @@ STAGES: Mapping[str, tuple[Stage, ...]] = {
     "prefill": (Stage.PREFILL,),
     "transfer": (Stage.TRANSFER, Stage.JOIN),
 }
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Look:
     live: Growth = NOTHING
     minute: Growth = NOTHING
     window: Growth = NOTHING
+    scaling: tuple[Recorded, Sequence[Recorded]] | None = None
+    plan: Json | ConfigError | None = None
 
 
 def scene(look: Look, rules: Rules) -> Json:
@@ -111,7 +118,24 @@ def scene(look: Look, rules: Rules) -> Json:
         "flows": _flows(look.minute, {worker.record.worker_id: worker.record.pool for worker in look.workers}),
         "routers": _routers(look),
         "requests": _requests(look.heard),
+        "scaling": scaling(*look.scaling) if look.scaling is not None else None,
+        "plan": _plan(look, pools),
     }
+
+
+def _plan(look: Look, pools: Sequence[Pool]) -> Json | None:
+    """Laid beside what is; `error` where that cannot be."""
+    if look.plan is None:
+        return None
+    tpots = [one.outline.tpot_seconds for heard in look.heard for one in heard.requests]
+    known = [seconds for seconds in tpots if seconds is not None]
+    measured = Measured(pools, look.live, look.minute, look.window, median(known) if known else None)
+    try:
+        if isinstance(look.plan, ConfigError):
+            raise look.plan
+        return compared(look.plan, measured)
+    except ConfigError as error:
+        return {"error": _cut(error.message)}
 
 
 def point(shown: Json) -> Json:
@@ -131,10 +155,6 @@ def point(shown: Json) -> Json:
 def _traffic(look: Look) -> Json:
     """Rates by the second of the last seconds; the queue as it stands."""
     live, reports = look.live, look.reports.values()
-    all_classes = Counter[str]()
-    for (_, verdict), number in look.minute.classes.items():
-        all_classes[verdict] += number
-    ended = sum(all_classes.values())
     return {
         "arrivals": round(live.per_second("arrivals"), 3),
         "ended": round(live.per_second("ended"), 3),
@@ -143,7 +163,7 @@ def _traffic(look: Look) -> Json:
         "generated": round(live.per_second("generated_tokens"), 1),
         "hit_rate": look.minute.hit_rate,
         "ttft": look.minute.mean_ttft_seconds,
-        "attainment": all_classes["met"] / ended if ended else None,
+        "attainment": attainment(look.minute.all_outcomes),
         "in_flight": sum(report.in_flight for report in reports),
         "queued": sum(report.queued for report in reports),
         "queued_tokens": sum(report.queued_tokens for report in reports),

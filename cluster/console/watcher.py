@@ -8,7 +8,7 @@ however many watch. Nothing that a look meets ends it: what does not answer is p
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,10 +16,14 @@ from redis.exceptions import RedisError
 
 from cluster.console.asking import MAX_ROUTERS_A_LOOK, MAX_WORKERS_A_LOOK, Asking, Routers, by_address, describe, heard
 from cluster.console.asking import seen as seen_of
+from cluster.console.decisions import MAX_DECISIONS
+from cluster.console.plan_file import PlanFile
 from cluster.console.traffic import Ring, Traffic
 from cluster.console.verdict import Rules, Sources
 from cluster.console.view import Cluster, Look, point, scene
 from cluster.router_reports import router_reports
+from cluster.scaling.values import Recorded
+from cluster.scaling_state import ScalingState
 from cluster.snapshot import control_plane, failures_of
 from cluster.state import ObservedState
 from headrace.clock import Clock
@@ -32,6 +36,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 IDLE_SECONDS = 5.0
+SCALING_SECONDS = 5.0
 LIVE_SECONDS, MINUTE_SECONDS, WINDOW_SECONDS = 10.0, 60.0, 300.0
 MAX_WATCHERS = 64
 
@@ -47,6 +52,7 @@ class Watcher:
         clock: Clock,
         wall_seconds: Callable[[], float],
         api_key: str | None = None,
+        plan: PlanFile | None = None,
     ) -> None:
         self._cluster = cluster
         self._store = store
@@ -59,6 +65,10 @@ class Watcher:
         self._describes = Asking(describe, clock, MAX_WORKERS_A_LOOK)
         self._requests = Asking(self._routers.requests, clock, MAX_ROUTERS_A_LOOK)
         self._observed, self._controller = ObservedState(""), ""
+        self._scaling = ScalingState(store, cluster.name)
+        self._scaled: tuple[Recorded, Sequence[Recorded]] | None = None
+        self._scaled_at: float | None = None
+        self._plan = plan
         self._reports: dict[str, RouterReport] = {}
         self._redis_at: float | None = None
         self._redis_why = ""
@@ -77,9 +87,10 @@ class Watcher:
         clock: Clock,
         wall_seconds: Callable[[], float],
         api_key: str | None,
+        plan: PlanFile | None = None,
     ) -> "Watcher":
         api = f"http://{config.router.host}:{config.router.http_port}/v1"
-        return cls(Cluster(config.name, config.model_name, api), store, rules, clock, wall_seconds, api_key)
+        return cls(Cluster(config.name, config.model_name, api), store, rules, clock, wall_seconds, api_key, plan)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -178,6 +189,8 @@ class Watcher:
             live=self._traffic.last(now, LIVE_SECONDS),
             minute=self._traffic.last(now, MINUTE_SECONDS),
             window=self._traffic.last(now, WINDOW_SECONDS),
+            scaling=self._scaled,
+            plan=self._plan.read() if self._plan is not None else None,
         )
 
     async def _see_redis(self) -> None:
@@ -185,11 +198,20 @@ class Watcher:
         try:
             self._observed, self._controller = await control_plane(self._store, self._cluster.name)
             self._reports = await router_reports(self._store, self._cluster.name)
+            await self._see_scaling()
         except (HeadraceError, ConfigError, RedisError) as error:
             self._redis_why = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
             return
         self._redis_at, self._redis_why = self._clock.now(), ""
         self._traffic.hear(self._redis_at, self._reports)
+
+    async def _see_scaling(self) -> None:
+        """The autoscaler thinks every few seconds, and its record is long."""
+        now = self._clock.now()
+        if self._scaled_at is None or now - self._scaled_at >= SCALING_SECONDS:
+            turn = await self._scaling.now()
+            self._scaled = None if turn is None else (turn, await self._scaling.latest(turn.number, MAX_DECISIONS))
+            self._scaled_at = now
 
     # -- those who watch
 

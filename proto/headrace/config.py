@@ -277,6 +277,11 @@ class ConsoleConfig(_Section):
     enabled: bool = True
     host: str = "127.0.0.1"
     port: Port = Field(default=8002, ge=0, le=65535, description="when it is taken, a free one is chosen; 0: any")
+    plan: str | None = Field(
+        default=None,
+        min_length=1,
+        description="of `headrace plan --json`, to be laid beside reality; relative: from where the file is",
+    )
 
 
 class ClusterConfig(_Section):
@@ -430,9 +435,12 @@ def load(path: pathlib.Path) -> ClusterConfig:
 
 
 def _placed(config: ClusterConfig, folder: pathlib.Path) -> ClusterConfig:
-    """The decision log's path as it is meant where the file is: whoever serves from it may run elsewhere."""
-    log = config.router.decision_log
-    if log.path is None:
-        return config
-    log = log.model_copy(update={"path": str(folder / pathlib.Path(log.path).expanduser())})
-    return config.model_copy(update={"router": config.router.model_copy(update={"decision_log": log})})
+    """Paths as they are meant where the file is: whoever serves from it may run elsewhere."""
+    log, plan = config.router.decision_log, config.console.plan
+    if log.path is not None:
+        log = log.model_copy(update={"path": str(folder / pathlib.Path(log.path).expanduser())})
+        config = config.model_copy(update={"router": config.router.model_copy(update={"decision_log": log})})
+    if plan is not None:
+        placed = {"plan": str(folder / pathlib.Path(plan).expanduser())}
+        config = config.model_copy(update={"console": config.console.model_copy(update=placed)})
+    return config

@@ -1,8 +1,8 @@
 // What router and autoscaler decided, and why.
 
 import { parts } from "./charts.js";
-import { byId, h, keyed, replace, say, set } from "./dom.js";
-import { count, percent } from "./format.js";
+import { byId, h, keyed, say, set } from "./dom.js";
+import { ago, count, percent, rate } from "./format.js";
 import { REASONS } from "./why.js";
 
 let bar = null;
@@ -33,6 +33,43 @@ function showReasons(rows) {
 }
 
 function showScaling(scaling) {
-  say(byId("scaling-note"), "");
-  replace(byId("scaling"), h("p", { class: "muted" }, scaling ? "" : "No autoscaler has decided anything here: pools have the size that the configuration, or an operator, gave them."));
+  const box = byId("scaling");
+  if (!box.children.length) box.append(h("p", {}), h("div", { class: "decided" }));
+  const [now, list] = box.children;
+  if (!scaling) {
+    say(byId("scaling-note"), "");
+    say(now, "No autoscaler has decided anything here: pools have the size that the configuration, or an operator, gave them.");
+    keyed(list, [], (one) => one.number, make, update);
+    return;
+  }
+  say(byId("scaling-note"), `autoscaling: ${scaling.mode}`);
+  say(now, wants(scaling));
+  keyed(list, scaling.decisions, (one) => String(one.number), make, update);
+}
+
+function wants(scaling) {
+  const needs = Object.entries(scaling.needs).map(([role, number]) => `${number} ${role}`).join(", ");
+  const pools = scaling.pools.map((pool) => `${pool.name} ${pool.desired}${pool.advised !== pool.desired ? ` (advised ${pool.advised})` : ""} of ${pool.least} to ${pool.most}`).join("; ");
+  const budget = scaling.budget_gpus === null ? "" : `; ${scaling.gpus} of ${scaling.budget_gpus} GPUs`;
+  const hopeless = scaling.unreachable ? ` No size meets the targets: ${scaling.unreachable}.` : "";
+  return `Needs ${needs || "nothing"}: ${scaling.reason}.${hopeless} ${pools}${budget}. At most ${rate(scaling.forecast.peak)} requests a second are expected.`;
+}
+
+function make() {
+  return h("details", { class: "decision" },
+    h("summary", {}, h("span", { class: "muted when" }), h("b", {}), h("span", {}), h("span", { class: "muted" })),
+    h("div", {}, h("p", {}), h("p", { class: "muted" }), h("ul", { class: "plain" })));
+}
+
+function update(element, one) {
+  const [when, kind, changes, outcome] = element.firstChild.children;
+  say(when, ago(one.ago));
+  say(kind, one.kind);
+  say(changes, one.changes || "nothing changes");
+  say(outcome, one.outcome);
+  const [reason, notes, alternatives] = element.lastChild.children;
+  say(reason, one.reason);
+  say(notes, one.notes.join("; "));
+  keyed(alternatives, one.alternatives, (its) => its.what, () => h("li", {}),
+    (item, its) => say(item, `${its.what}: ${its.gpus} GPUs, ${its.attainment === null ? "queues would grow" : `${percent(its.attainment, 1)} of targets`}: ${its.why_not}`));
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pathlib
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from cluster.console.asking import MAX_WORKERS_A_LOOK, due
+from cluster.console.plan_file import PlanFile
 from cluster.console.watcher import MAX_WATCHERS, Watcher
+from cluster.scaling_state import ScalingState
 from cluster.state import WorkerRecord
 from headrace.clock import ManualClock
 from headrace.config import ClusterConfig, PoolConfig, ServiceClassConfig
@@ -20,6 +23,7 @@ from headrace.store import connect
 from headrace.values import Load
 from router.text.vocabulary import Text
 from tests.unit.cluster.console.looks import recent, routed
+from tests.unit.cluster.console.test_planned import turn
 from tests.unit.cluster.console.world import Described, World, described, listed, world
 
 DECODE = WorkerRecord("decode-0", "decode", 1, "decode", "tp1·pp1", "ready", 1.0, "127.0.0.1:1")
@@ -204,3 +208,19 @@ async def test_who_watches_gets_each_scene_and_its_end_and_no_more_may_than_ther
             last = asyncio.ensure_future(anext(scenes))
         with pytest.raises(StopAsyncIteration):
             await last
+
+
+async def test_the_autoscaler_s_record_and_the_plan_are_shown_where_there_are_any(
+    there: World, clock: ManualClock, tmp_path: pathlib.Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}", encoding="utf-8")
+    state = ScalingState(there.store, there.config.name)
+    async with there.watched(clock, plan=PlanFile(plan)) as watcher:
+        scene = await look(watcher)
+        assert (scene["scaling"], scene["plan"]) == (None, {"error": "this is no plan: KeyError('format')"})
+        decided = [turn(number, float(number), 2) for number in (1, 2, 3)]
+        await state.commit(decided[-1], decided)
+        assert (await look(watcher))["scaling"] is None  # its record is long: it is read every few seconds
+        clock.advance(5.0)
+        assert [one["number"] for one in (await look(watcher))["scaling"]["decisions"]] == [3, 2, 1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 from starlette.routing import Mount
 
+from cluster.console.plan_file import PlanFile
 from cluster.console.start import rules_and_keys
 from cluster.console.watcher import Watcher
 from cluster.serving import serving
@@ -108,11 +109,13 @@ class World:
             await self.store.call(lambda redis, name=name, value=value: redis.set(name, value))  # type: ignore[misc]
 
     @asynccontextmanager
-    async def watched(self, clock: Clock, url: str | None = None) -> AsyncIterator[Watcher]:
+    async def watched(
+        self, clock: Clock, url: str | None = None, plan: PlanFile | None = None
+    ) -> AsyncIterator[Watcher]:
         """A watcher that looks when it is told to."""
         store = connect(url or self.url, 1.0)
         rules, _, key = rules_and_keys(self.config, ())
-        watcher = Watcher.of(self.config, store, rules, clock, lambda: 1_700_000_000.0, key)
+        watcher = Watcher.of(self.config, store, rules, clock, lambda: 1_700_000_000.0, key, plan)
         try:
             yield watcher
         finally:
