@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-from cluster.commands.status import read
-
 ABOVE_NOUGHT = click.FloatRange(min=0, min_open=True)
 AT_LEAST_ONE = click.IntRange(min=1)
 
@@ -102,5 +100,7 @@ def _target(cluster: str | None, address: str | None, url: str | None, http: boo
         return "grpc", address
     if dry_run:
         return "grpc", ""
+    from cluster.commands.status import read  # and with it Ray, which other servers' load need not wait for
+
     session = read(cluster)
     return ("http", session.http_url) if http else ("grpc", session.grpc_address)
