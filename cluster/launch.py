@@ -210,12 +210,14 @@ async def _start_controller(config: ClusterConfig, head: Head, ends: contextlib.
 
 
 async def _workers_ready(config: ClusterConfig, report: Report) -> None:
-    """Until every desired worker is ready. A slot that fails again and again ends the wait with its reason."""
+    """Until every desired worker is ready: as the configuration has it, or an autoscaler since. A slot that fails again and
+    again ends the wait with its reason."""
     assert config.redis.url is not None
-    wanted = sum(pool.replicas for pool in config.pools.values())
+    asked = {name: pool.replicas for name, pool in config.pools.items()}
     async with control_state(config.name, config.redis.url) as state:
         while True:
             observed = await state.observed() or ObservedState("")
+            wanted = sum((observed.desired or asked).values())
             ready = [worker for worker in observed.workers if worker.phase == Phase.READY]
             waiting = [
                 f"{worker.worker_id} {worker.reason or worker.phase}"

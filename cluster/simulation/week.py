@@ -5,7 +5,7 @@
 Reports → meter → history → decide are production's own, by the second and every half minute as in a cluster. What serves is
 a fluid, stepped by a second: prompts are worked off by as many workers as prefill, answers come at the cost model's step
 time of as many sequences as decode; within a second waits are those of `cluster.planning` at the rate of the last half
-minute. It is no event simulation: `python -m cluster.simulation` is, and docs/autoscaling.md compares both at a few rates.
+minute. It is no event simulation: how far those formulas are from one, `cluster.planning.accuracy` measures.
 
 Beside it runs a clairvoyant: it knows the true rate of every five minutes, has the fewest workers for it by the same cost
 model, at once and without a start, and as little reserve as keeps the same share of requests within the targets.

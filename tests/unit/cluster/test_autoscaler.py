@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cluster.autoscaler import DRY_RUN, Autoscaler, Seen
+from cluster.autoscaler import DRY_RUN, Autoscaler, Seen, member
 from cluster.commands import autoscale
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
 from cluster.scaling_state import ScalingState
 from cluster.session import Session
 from cluster.state import ControlState
+from cluster.worker_client import WorkerReport
 from headrace.clock import ManualClock
 from headrace.config import ClusterConfig, parse
 from headrace.costmodel import CostModel
@@ -23,7 +24,7 @@ from headrace.keys import Keys
 from headrace.leases import lease_fields
 from headrace.reports import ClassCounts, RouterReport, encode_report
 from headrace.store import Store, connect
-from headrace.values import ParallelLayout, Role
+from headrace.values import BlockCounts, Load, ParallelLayout, Role
 from tests.null_worker import worker_info
 
 pytestmark = pytest.mark.redis
@@ -190,6 +191,15 @@ async def test_a_flushed_redis_takes_nothing_away_and_is_written_anew(stage: Sta
     assert now is not None
     assert now.inputs.traffic.per_second == pytest.approx(100.0, rel=0.35), "what came meanwhile is counted"
     assert stage.sizes() == before
+
+
+def test_a_worker_that_its_host_told_to_drain_leaves_though_nobody_here_asked_for_it(stage: Stage) -> None:
+    """A spot notice reaches it as a drain: its GPUs are held until it is gone, and it serves nothing any more."""
+    (seen, *_) = stage.seen()
+    report = WorkerReport("prefill-0", 1, "prefill", "m", BlockCounts(10), Load(), False, 0, 0, 0, 0)
+    assert member(replace(seen, report=report), None, 0.0).phase is Phase.READY
+    told = member(replace(seen, report=replace(report, draining=True)), None, 0.0)
+    assert told.phase is Phase.DRAINING
 
 
 async def test_arrivals_are_kept_for_forecasts(stage: Stage) -> None:
