@@ -24,6 +24,7 @@ from loadtests.open_loop.client import Client
 from loadtests.open_loop.grpc_client import grpc_client
 from loadtests.open_loop.http_client import http_client
 from loadtests.open_loop.loop import run
+from loadtests.open_loop.measures import num_tokens_between
 from loadtests.open_loop.strain import strains
 from loadtests.report import Row
 
@@ -45,15 +46,11 @@ async def once(address: str, edge: str, seconds: float) -> dict[str, Any]:
         found = await run(asks(rows, Prompts(400)), served)
     begin = RAMP_SECONDS + 0.5
     end = min(answer.ended for answer in found.answers)
-    tokens = 0.0
-    for answer in found.answers:
-        inside = sum(begin <= at < end for at in answer.times)
-        tokens += answer.num_tokens * inside / len(answer.times)
     effort = found.effort
     return {
         "streams": found.peak_in_flight,
         "finished": sum(answer.outcome is Outcome.FINISHED for answer in found.answers),
-        "tok_s": tokens / (end - begin),
+        "tok_s": num_tokens_between(found.answers, begin, end) / (end - begin),
         "cpu_share": effort.cpu_share,
         "late_p99_ms": statistics.quantiles(effort.lateness_seconds, n=100)[-1] * 1e3,
         "lag_p99_ms": statistics.quantiles(effort.lag_seconds, n=100)[-1] * 1e3,

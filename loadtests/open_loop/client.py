@@ -1,10 +1,10 @@
 """What the open loop needs of a client: one small protocol, and what both clients raise."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.errors import ConfigError, Unavailable
+from headrace.errors import ConfigError, ModelNotFound, Unavailable
 from loadtests.open_loop.answers import Answer, Ask
 
 Call = Callable[[Answer], Awaitable[None]]
@@ -26,11 +26,20 @@ class Served:
     max_context_tokens: int
 
 
+def chosen(models: Sequence[Served], wanted: str | None) -> Served:
+    """The one of that name, or the first; ModelNotFound names those that there are."""
+    found = next((served for served in models if wanted in (None, served.model)), None)
+    if found is None:
+        names = ", ".join(served.model for served in models)
+        raise ModelNotFound(f"model must be one of {names}, got {wanted!r}", field="model")
+    return found
+
+
 class Client(Protocol):
     """A way to a server."""
 
     async def served(self) -> Served:
-        """Its first model; Unreachable where nobody answers."""
+        """The model that requests ask for, as `chosen`; Unreachable where nobody answers."""
         ...
 
     def prepare(self, ask: Ask) -> Call:

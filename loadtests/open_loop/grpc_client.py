@@ -7,20 +7,21 @@ from functools import partial
 from headrace.client import AsyncClient
 from headrace.errors import InternalError, Unavailable
 from loadtests.open_loop.answers import Answer, Ask
-from loadtests.open_loop.client import Call, Served, Unreachable
+from loadtests.open_loop.client import Call, Served, Unreachable, chosen
 
 
 class GrpcClient:
-    def __init__(self, client: AsyncClient, address: str) -> None:
+    def __init__(self, client: AsyncClient, address: str, model: str | None) -> None:
         self._client = client
+        self._model = model
         self._address = address
 
     async def served(self) -> Served:
         try:
-            model = (await self._client.models())[0]
+            models = await self._client.models()
         except Unavailable as error:
             raise self._told(error) from error
-        return Served(model.id, model.max_context_tokens)
+        return chosen([Served(model.id, model.max_context_tokens) for model in models], self._model)
 
     def prepare(self, ask: Ask) -> Call:
         return partial(self._stream, ask)
@@ -52,4 +53,4 @@ async def grpc_client(
     address: str, *, model: str | None = None, api_key: str | None = None
 ) -> AsyncIterator[GrpcClient]:
     async with AsyncClient(address, model=model, api_key=api_key) as client:
-        yield GrpcClient(client, address)
+        yield GrpcClient(client, address, model)

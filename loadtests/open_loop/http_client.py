@@ -27,7 +27,7 @@ from headrace.errors import (
     Unavailable,
 )
 from loadtests.open_loop.answers import Answer, Ask
-from loadtests.open_loop.client import Call, OwnLimit, Served, Unreachable
+from loadtests.open_loop.client import Call, OwnLimit, Served, Unreachable, chosen
 
 CONNECT_SECONDS = 10.0
 KEEP_SECONDS = 2.0  # servers close idle connections after 5 s and more; one that is about to be closed is not used
@@ -179,12 +179,9 @@ class HttpClient:
         head = f"GET {self._prefix}/models HTTP/1.1\r\n{self._headers}\r\n"
         status, body = await self._exchange(head.encode(), None)
         models = _parsed(status, body).get("data") or []
-        found = next((model for model in models if self._model in (None, model.get("id"))), None)
-        if found is None:
-            names = ", ".join(str(model.get("id")) for model in models)
-            raise ModelNotFound(f"model must be one of {names}, got {self._model!r}", field="model")
-        self._model = str(found["id"])
-        return Served(self._model, found.get("max_model_len") or 0)
+        found = chosen([Served(str(model.get("id")), model.get("max_model_len") or 0) for model in models], self._model)
+        self._model = found.model
+        return found
 
     def prepare(self, ask: Ask) -> Call:
         body = json.dumps(

@@ -93,7 +93,7 @@ def summarise(run: Run, slo: Slo, warmup_seconds: float, seed: int = 0) -> Summa
     num_events = sum(len(answer.times) for answer in finished)
     num_prompt = sum(answer.prompt_tokens for answer in finished)
 
-    def latencies(of: Callable[[Answer], Sequence[float]]) -> dict[str, Figure]:
+    def latencies(of: Callable[[Answer], Floats]) -> dict[str, Figure]:
         return _latencies(stretches, of, draws, len(counted))
 
     return Summary(
@@ -111,7 +111,7 @@ def summarise(run: Run, slo: Slo, warmup_seconds: float, seed: int = 0) -> Summa
         cached_fraction=sum(answer.cached_tokens for answer in finished) / num_prompt if num_prompt else 0.0,
         ttft_seconds=latencies(lambda answer: _one(answer.ttft_seconds)),
         tpot_seconds=latencies(lambda answer: _one(answer.tpot_seconds)),
-        itl_seconds=latencies(lambda answer: np.diff(answer.times).tolist()),
+        itl_seconds=latencies(lambda answer: np.diff(answer.times)),
         e2e_seconds=latencies(lambda answer: _one(answer.e2e_seconds if answer.outcome is Outcome.FINISHED else None)),
         peak_in_flight=run.peak_in_flight,
         lateness_seconds=percentiles(run.effort.lateness_seconds),
@@ -121,8 +121,8 @@ def summarise(run: Run, slo: Slo, warmup_seconds: float, seed: int = 0) -> Summa
     )
 
 
-def _one(value: float | None) -> list[float]:
-    return [] if value is None else [value]
+def _one(value: float | None) -> Floats:
+    return np.array([] if value is None else [value])
 
 
 def _scaled(figure: Figure, factor: float) -> Figure:
@@ -158,12 +158,17 @@ def _tokens_per_second(run: Run, warmup_seconds: float) -> float:
     span = run.seconds - warmup_seconds
     if span <= 0:
         return 0.0
+    return num_tokens_between(run.answers, warmup_seconds, run.seconds) / span
+
+
+def num_tokens_between(answers: Sequence[Answer], begin: float, end: float) -> float:
+    """Those of one answer are counted alike by its events: not every server says how many an event brings."""
     total = 0.0
-    for answer in run.answers:
+    for answer in answers:
         if answer.times:
-            inside = sum(warmup_seconds <= at <= run.seconds for at in answer.times)
-            total += answer.num_tokens * inside / len(answer.times)
-    return total / span
+            times = np.asarray(answer.times)
+            total += answer.num_tokens * float(((times >= begin) & (times <= end)).mean())
+    return total
 
 
 def _stretches(counted: Sequence[Answer]) -> list[Sequence[Answer]]:
@@ -195,25 +200,25 @@ def _fraction(
 
 def _latencies(
     stretches: Sequence[Sequence[Answer]],
-    of: Callable[[Answer], Sequence[float]],
+    of: Callable[[Answer], Floats],
     draws: Floats,
     num_requests: int,
 ) -> dict[str, Figure]:
     """Values are exact; their intervals as fine as a bin."""
-    by_stretch = [[value for answer in stretch for value in of(answer)] for stretch in stretches]
-    whole = [value for values in by_stretch for value in values]
-    if not whole:
+    by_stretch = [np.concatenate([np.zeros(0), *map(of, stretch)]) for stretch in stretches]
+    whole = np.concatenate(by_stretch)
+    if not whole.size:
         return {}
     used, at = np.unique(_bins(whole), return_inverse=True)
     starts = np.cumsum([len(values) for values in by_stretch])[:-1]
     counts = np.stack([np.bincount(part, minlength=len(used)) for part in np.split(at, starts)]).astype(np.float64)
     drawn_counts = draws @ counts
-    totals = draws @ np.array([sum(values) for values in by_stretch])
+    totals = draws @ np.array([values.sum() for values in by_stretch])
     sizes = drawn_counts.sum(axis=1)
     some = sizes > 0
     cumulated = np.cumsum(drawn_counts[some], axis=1)
-    found = {"mean": _with_interval(float(np.mean(whole)), totals[some] / sizes[some], num_requests)}
-    exact = percentiles(whole)
+    found = {"mean": _with_interval(float(whole.mean()), totals[some] / sizes[some], num_requests)}
+    exact = percentiles(np.sort(whole).tolist())
     for percent in PERCENTILES:
         ranks = np.ceil(sizes[some] * percent / 100)
         reached = used[(cumulated < ranks[:, None]).sum(axis=1)]
@@ -222,8 +227,8 @@ def _latencies(
     return found
 
 
-def _bins(values: Sequence[float]) -> npt.NDArray[np.int64]:
-    logs = np.log(np.maximum(np.asarray(values, dtype=np.float64), SMALLEST_SECONDS) / SMALLEST_SECONDS)
+def _bins(values: Floats) -> npt.NDArray[np.int64]:
+    logs = np.log(np.maximum(values, SMALLEST_SECONDS) / SMALLEST_SECONDS)
     return (logs / BIN).astype(np.int64)
 
 
