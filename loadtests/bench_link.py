@@ -11,6 +11,7 @@ SCHEME_killed_ms     from SIGKILL of the source in mid-pull to the pull's error;
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import torch
 
@@ -55,22 +57,15 @@ class Scheme:
         return pool
 
     def serve(self, pool: KvPool) -> KvServer:
-        if self.name == "nccl":
-            from workers.kv.links import nccl
-
-            return nccl.serve(pool, "127.0.0.1", 30.0)
-        from workers.kv.links import gloo
-
-        return gloo.serve(pool, "127.0.0.1", 30.0)
+        return self._module.serve(pool, "127.0.0.1", 30.0)  # type: ignore[no-any-return]
 
     def link(self, endpoint: str, pool: KvPool) -> KvLink:
-        if self.name == "nccl":
-            from workers.kv.links import nccl
+        return self._module.link(endpoint, pool, 30.0)  # type: ignore[no-any-return]
 
-            return nccl.link(endpoint, pool, 30.0)
-        from workers.kv.links import gloo
-
-        return gloo.link(endpoint, pool, 30.0)
+    @property
+    def _module(self) -> ModuleType:
+        """What another kind of link needs is not imported."""
+        return importlib.import_module(f"workers.kv.links.{self.name}")
 
     def free_bytes(self) -> int:
         if not self.on_gpu:
@@ -257,7 +252,7 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--scheme", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--scheme", choices=("gloo", "nccl", "nixl"), default="gloo")
     parser.add_argument("--source-device", default="1", help="the source's GPU, as CUDA_VISIBLE_DEVICES names it")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     add_arguments(parser)

@@ -96,6 +96,10 @@ class HandoffConfig(_Section):
     max_pinned_fraction: float = Field(default=0.5, gt=0, le=1)
     claim_fraction: float = Field(default=0.9, gt=0, le=1)
     local_prefill_max_tokens: int = Field(default=64, ge=0)
+    rdma: bool = Field(
+        default=False,
+        description="read over NIXL (the extra rdma) where both workers are asked to and no GPU memory can be mapped",
+    )
 
 
 class LimitsConfig(_Section):

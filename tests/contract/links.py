@@ -24,6 +24,7 @@ class Implementation:
     source_device: torch.device
     target_device: torch.device
     source_takes_part: bool
+    reads_stopped: bool | None = False  # a source that stands still; None: as its transport has it
 
 
 def _gloo() -> Implementation:
@@ -46,6 +47,7 @@ def _nvlink() -> Implementation:
         torch.device("cuda", torch.cuda.device_count() - 1),
         torch.device("cuda", 0),
         False,
+        True,
     )
 
 
@@ -61,13 +63,28 @@ def _nccl() -> Implementation:
     )
 
 
-MAKE = {"gloo": _gloo, "nccl": _nccl, "nvlink": _nvlink}
+def _nixl() -> Implementation:
+    from workers.kv.links import nixl
+
+    return Implementation(
+        lambda pool, _: nixl.serve(pool, "127.0.0.1", 10.0),
+        nixl.link,
+        torch.device("cpu"),
+        torch.device("cpu"),
+        False,
+        None,
+    )
+
+
+MAKE = {"gloo": _gloo, "nccl": _nccl, "nixl": _nixl, "nvlink": _nvlink}
 
 
 def why_not(scheme: str) -> str:
     """Why an implementation cannot be tested here; "" when it can."""
     if scheme == "nvlink" and not torch.cuda.is_available():
         return "nvlink needs a CUDA device"
+    if scheme == "nixl" and importlib.util.find_spec("nixl") is None:
+        return "nixl is not installed (the extra rdma)"
     if scheme == "nccl" and torch.cuda.device_count() < 2:
         return "nccl needs two CUDA devices"
     if scheme == "nvlink" and importlib.util.find_spec("cuda.bindings") is None:

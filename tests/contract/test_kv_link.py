@@ -402,8 +402,9 @@ def test_a_peer_that_is_stopped_is_given_up_in_time(kind: Implementation, scheme
             link.pull(pulls_of([0]), WHOLE)
             peer.signal(signal.SIGSTOP)
             await_stopped(peer)
-            link.pull(pulls_of(range(BIG_BLOCKS)), WHOLE)
-            assert same(target.tensor[:BIG_BLOCKS], filled_pool(1, kind.source_device).tensor[:BIG_BLOCKS])
+            with contextlib.suppress(*(() if kind.reads_stopped else (LinkClosed,))):
+                link.pull(pulls_of(range(BIG_BLOCKS)), WHOLE)
+                assert same(target.tensor[:BIG_BLOCKS], filled_pool(1, kind.source_device).tensor[:BIG_BLOCKS])
             link = kind.link(peer.endpoint, target, 1.0, None)
         with pytest.raises(LinkClosed):
             link.pull(pulls_of(range(BIG_BLOCKS)), WHOLE)

@@ -260,7 +260,7 @@ class Rank:
         runner.warm_up()
         held = shard(runner.shape, self._spec.layout, self._rank)
         seconds = self._spec.handoff.transfer_seconds
-        server = schemes.serve(runner.pool, self._host, seconds)
+        server = schemes.serve(runner.pool, self._host, seconds, rdma=self._spec.handoff.rdma)
         schemes.try_out(runner.pool, server.endpoint, seconds)
         links = PeerLinks(runner.pool, server.endpoint, self._rank, self._spec.layout, runner.shape, seconds)
         self._open = (server, links)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headrace.errors import IncompatiblePeer
 from workers.kv.links.endpoint import Place, place_in, schemes_of
 
-GLOO, NCCL, NVLINK = "gloo", "nccl", "nvlink"
+GLOO, NCCL, NIXL, NVLINK = "gloo", "nccl", "nixl", "nvlink"
 AWAIT_STEPS = {NVLINK}  # their readers see for themselves when a step of the source is done
 
 
@@ -43,6 +43,8 @@ def _reason(scheme: str, here: Place, there: Place) -> str:
             return "the GPUs are in one machine"
         case "gloo":
             return "the pools are in host memory"
+        case "nixl":
+            return "both workers are asked for RDMA (handoff.rdma)"
         case "nccl":
             return "the GPUs are in two machines"
         case _:

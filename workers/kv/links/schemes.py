@@ -2,14 +2,15 @@
 is not imported: a host without a GPU has neither CUDA nor Triton."""
 
 import contextlib
+from types import ModuleType
 
 import torch
 
-from headrace.errors import HeadraceError, TransferFailed
+from headrace.errors import ConfigError, HeadraceError, TransferFailed
 from workers.kv.layout import Piece
 from workers.kv.links import gloo
 from workers.kv.links.base import BlockPull, KvLink, KvServer
-from workers.kv.links.choice import GLOO, NCCL, NVLINK, choose
+from workers.kv.links.choice import GLOO, NCCL, NIXL, NVLINK, choose
 from workers.kv.links.endpoint import schemes_of
 from workers.kv.links.server import LinkServer
 from workers.kv.pool import KvPool
@@ -17,14 +18,24 @@ from workers.kv.pool import KvPool
 MARKS = 113  # exact in bfloat16 too; prime, so that no two rows of a block are alike
 
 
-def serve(pool: KvPool, host: str, seconds: float) -> KvServer:
-    """Opens `pool` to peers, over all that may join it to one. `seconds` bounds the wait for each of a peer's messages."""
+def serve(pool: KvPool, host: str, seconds: float, *, rdma: bool = False) -> KvServer:
+    """Opens `pool` to peers, over all that may join it to one, the best first. `seconds` bounds the wait for each of a
+    peer's messages. `rdma`: over NIXL too; ConfigError where that is not installed."""
+    reads = {NIXL: _nixl().answer(pool, seconds)} if rdma else {}
     if pool.exportable is None:
-        return LinkServer(host, seconds, {GLOO: gloo.answer(pool, seconds)})
+        return LinkServer(host, seconds, {**reads, GLOO: gloo.answer(pool, seconds)})
     from workers.kv.links import nccl, nvlink
 
-    answers = {NVLINK: nvlink.answer(pool, seconds), NCCL: nccl.answer(pool, seconds)}
+    answers = {NVLINK: nvlink.answer(pool, seconds), **reads, NCCL: nccl.answer(pool, seconds)}
     return LinkServer(host, seconds, answers, nvlink.place_of(pool))
+
+
+def _nixl() -> ModuleType:
+    from workers.kv.links import nixl
+
+    if not nixl.installed():
+        raise ConfigError("handoff.rdma: NIXL is not installed here: it comes with the extra rdma", key="handoff.rdma")
+    return nixl
 
 
 def try_out(pool: KvPool, endpoint: str, seconds: float) -> None:
@@ -68,6 +79,9 @@ def _link(scheme: str, theirs: str, pool: KvPool, seconds: float) -> KvLink:
         from workers.kv.links import nvlink
 
         return nvlink.link(theirs, pool, seconds)
+    if scheme == NIXL:
+        found: KvLink = _nixl().link(theirs, pool, seconds)
+        return found
     if scheme == NCCL:
         from workers.kv.links import nccl
 

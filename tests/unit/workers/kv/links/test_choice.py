@@ -41,6 +41,15 @@ def test_gpus_of_two_machines_take_what_else_both_offer() -> None:
     assert choose(here, there).scheme == "nccl"
 
 
+def test_rdma_joins_what_is_asked_for_it_on_both_sides_and_shares_no_machine() -> None:
+    asked = [endpoint("nvlink", "nixl", "nccl", machine=machine, device="A") for machine in "mn"]
+    plain = endpoint("nvlink", "nccl", machine="n", device="A")
+    assert choose(*asked) == Choice("nixl", "both workers are asked for RDMA (handoff.rdma)")
+    assert (choose(asked[0], plain).scheme, choose(plain, asked[0]).scheme) == ("nccl", "nccl")
+    assert choose(endpoint("nixl", "gloo"), endpoint("nixl", "gloo")).scheme == "nixl"
+    assert choose(asked[0], endpoint("nvlink", "nixl", machine="m")).scheme == "nvlink"
+
+
 @pytest.mark.parametrize("machine", ["n", ""])
 def test_what_nothing_joins_is_refused_with_the_reason_and_no_secret(machine: str) -> None:
     here, there = endpoint("nvlink", machine="m"), endpoint("nvlink", machine=machine)

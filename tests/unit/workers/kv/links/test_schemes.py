@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from headrace.errors import TransferFailed
+from headrace.errors import ConfigError, TransferFailed
 from workers.kv.layout import SlabLayout
-from workers.kv.links import gloo, schemes
+from workers.kv.links import gloo, nixl, schemes
 from workers.kv.pool import KvPool
 
 pytestmark = pytest.mark.torch
@@ -27,6 +27,12 @@ def test_a_block_of_its_own_comes_over_each_link_and_only_the_trash_block_change
     server.close()
     assert torch.equal(pool.tensor[:3], before[:3])
     assert pool.tensor[pool.trash_block].count_nonzero() == pool.tensor[0].numel()
+
+
+def test_rdma_that_is_asked_for_and_not_installed_is_named(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"handoff\.rdma: .* the extra rdma"):
+        schemes.serve(pool, "127.0.0.1", 10.0, rdma=True)
 
 
 def test_the_link_over_which_nothing_comes_is_named(pool: KvPool) -> None:
