@@ -1,6 +1,8 @@
 """Spans to an OTLP endpoint. The one place that knows OpenTelemetry's library; with tracing off it is not imported."""
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,9 +49,19 @@ class Spans:
             )
 
     async def close(self) -> None:
-        """Sends what waits, within a bound."""
-        closing = asyncio.get_running_loop().run_in_executor(None, self._processor.shutdown)
-        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
+        """Sends what waits, within a bound. By a thread that the process does not wait for as it ends: a collector may take
+        what is sent and never answer."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut() -> None:
+            self._processor.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop is over already
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=shut, name="spans", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await closed.wait()
 
 
 def open_spans(endpoint: str | None, clock: Clock, service: str, instance: str) -> Spans | None:

@@ -76,8 +76,28 @@ def test_an_id_is_never_zero() -> None:
 
 def test_off_it_is_nothing_and_no_exporter_is_even_imported() -> None:
     assert open_spans(None, ManualClock(), "s", "i") is None
-    code = "import router.__main__, workers.service, sys; sys.exit('opentelemetry.exporter' in sys.modules)"
+    code = "import router.__main__, workers.spans, sys; sys.exit('opentelemetry.exporter' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_collector_that_never_answers_keeps_no_process_from_ending() -> None:
+    code = """
+import asyncio, socket
+from headrace import otlp
+from headrace.clock import SystemClock
+from headrace.tracing import Span, TraceContext
+
+async def main():
+    otlp.CLOSE_SECONDS, otlp.EXPORT_SECONDS = 0.1, 600
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        spans = otlp.open_spans(f"http://127.0.0.1:{silent.getsockname()[1]}", SystemClock(), "s", "i")
+        spans.export([Span("a", TraceContext(1, 2, True), 0.0, 1.0)])
+        await spans.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
