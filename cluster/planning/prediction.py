@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker
-from cluster.planning.queueing import Wait, normal_cdf, quantile, wait
+from cluster.planning.queueing import NO_WAIT, Wait, normal_cdf, quantile, wait
 from headrace.costmodel import CostModel
 
 MESSAGE_SECONDS = 5e-4  # from process to process
@@ -23,6 +23,8 @@ HAND_OVER_MESSAGES = 4  # submit, ticket, announcement, token
 ALONE_MESSAGES = 2
 JOIN_STEPS = 1.5  # a sequence joins the step after the one that is planned already, half a step into the running one
 APART = 0.15
+PLANNED = 0.3
+UNIFIED_APART = 0.5  # there placement weighs decode steps more than the queue of prompts
 FULL = 1 - 1e-9
 PERCENTILES = (50, 90, 99)
 
@@ -186,13 +188,19 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
     services = [prefill.cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
     rate, base = load.requests_per_second, prefill.cost.prefill_base_seconds
     moments = Moments.of(services)
-    mean = _shared_service(moments.mean, base, rate / max(pools.prefill, 1))
-    queue = _queue(pools.prefill, load, mean, moments.scv, base)
-    if queue is None:
+    shared = _shared_base(moments.mean, base, rate / max(pools.prefill, 1))
+    mean = moments.mean - base + shared
+    if rate * mean >= pools.prefill:
         return _short_of("prefill", pools.prefill, rate * mean)
     decoded = _decode(pools.decode, decode, load, stalled=0.0)
     if isinstance(decoded, Overload):
         return decoded
+    queue = _queue(pools.prefill, load, mean, moments.scv, shared, APART)
+    assert queue is not None
+    # A decode worker prefills by itself where that delays those that it decodes less than the queue would take.
+    most = moments.mean * max(decoded.sequences, 1.0)
+    relieved = _queue(pools.prefill, load.at(queue.within(most)), mean, moments.scv, shared, APART)
+    queue = replace(relieved or queue, most=most)
     hand_overs = [_hand_over_seconds(decode, prefill, length) for length in load.lengths]
     return Prediction(
         load,
@@ -201,7 +209,7 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
         slot_wait=decoded.slot_wait,
         service=services,
         fixed_seconds=hand_overs,
-        tpots=_tpots(load, decoded, pools.decode, decode, stall=0.0, stall_square=0.0),
+        tpots=_tpots(load, decoded),
         prefill_busy=rate * mean / pools.prefill,
         sequences=decoded.sequences,
         slots=decoded.slots,
@@ -209,28 +217,29 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
     )
 
 
-def _shared_service(mean: float, base: float, per_second: float) -> float:
-    """What a prompt costs where several share a step, and its base: as many as come while one computes."""
+def _shared_base(mean: float, base: float, per_second: float) -> float:
+    """What a prompt pays of a step's `base` where several share the step: as many as come while one computes."""
     beside = per_second * (mean - base)
     if beside >= FULL:
-        return mean - base
-    together = max(per_second * base / (1 - beside), 1.0)
-    return mean - base + base / together
+        return 0.0
+    return base / max(per_second * base / (1 - beside), 1.0)
 
 
-def _queue(num_workers: int, load: Load, mean: float, scv: float, base: float) -> Wait | None:
+def _queue(num_workers: int, load: Load, mean: float, scv: float, base: float, apart_share: float) -> Wait | None:
     """Placement comes close to one queue for all, but it decides when a prompt comes, on reports that are a little old:
-    APART of the way to a queue for each worker alone. Who waits behind others shares a step with them, and its base."""
-    together = wait(num_workers, load.requests_per_second, mean, scv, load.gap_scv)
-    apart = wait(1, load.requests_per_second / max(num_workers, 1), mean, scv, load.gap_scv)
-    if together is None or apart is None:
-        return None
-    chance = together.chance + APART * (apart.chance - together.chance)
-    length = together.mean_if_any + APART * (apart.mean_if_any - together.mean_if_any)
-    behind = max(mean - base, 0.0) / mean
-    rate = load.requests_per_second / num_workers
-    shorter = behind * (1 - rate * mean) / (1 - rate * mean * behind)
-    return Wait(chance, length * shorter + base * (1 - behind) / 2)
+    `apart_share` of the way to a queue for each worker alone. Of the `mean` that a prompt takes its `base` is not paid
+    again by those who share a step: how long the queue is follows from the rest."""
+    rate = load.requests_per_second
+    chances, lengths = [], []
+    for servers, arriving in ((num_workers, rate), (1, rate / max(num_workers, 1))):
+        whole = wait(servers, arriving, mean, scv, load.gap_scv)
+        rest = wait(servers, arriving, mean - base, scv, load.gap_scv)
+        if rest is None:
+            return None
+        chances.append(whole.chance if whole is not None else 1.0)
+        lengths.append(rest.mean_if_any)
+    chance = chances[0] + apart_share * (chances[1] - chances[0])
+    return Wait(chance, lengths[0] + apart_share * (lengths[1] - lengths[0]) + base / 2)
 
 
 def _short_of(pool: str, num_workers: int, offered: float) -> Overload:
@@ -299,11 +308,14 @@ def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> 
 
 
 def _tpots(
-    load: Load, decoded: _Decoded, num_workers: int, worker: Worker, *, stall: float, stall_square: float
+    load: Load, decoded: _Decoded, stalled: float = 0.0, stall_square: float = 0.0, queue: Wait = NO_WAIT
 ) -> list[tuple[float, float]]:
-    """(mean, deviation) of TPOT for each length. `stall` seconds of prefill a second on a worker, and its second moment."""
+    """(mean, deviation) of TPOT for each length. Of unified workers: the share of time and the second moment a second of
+    what prompts take of it, and their queue. A sequence begins to decode where prompts that came after it wait already."""
     tau = decoded.step_seconds
-    joins = 0.0 if stall else 1 - math.exp(-decoded.sequences)  # who prefilled here is in the next step
+    joins = 0.0 if stalled else 1 - math.exp(-decoded.sequences)  # who prefilled here is in the next step
+    behind = stalled * (queue.mean + tau)
+    unsure = stalled**2 * queue.chance * (2 - queue.chance) * queue.mean_if_any**2
     found: list[tuple[float, float]] = []
     for length in load.lengths:
         steps = length.output_tokens - 1
@@ -313,9 +325,9 @@ def _tpots(
         lasts = steps * tau / decoded.settle_seconds
         averaged = 2 * (lasts - 1 + math.exp(-lasts)) / lasts**2
         variance = decoded.sequence_seconds**2 * decoded.variance * averaged
-        if stall:
-            variance += stall_square * tau / steps
-        found.append((tau * (1 + joins * JOIN_STEPS / steps), math.sqrt(variance)))
+        if stalled:
+            variance += stall_square * tau / steps + unsure / steps**2
+        found.append((tau * (1 + joins * JOIN_STEPS / steps) + behind / steps, math.sqrt(variance)))
     return found
 
 
@@ -338,10 +350,14 @@ def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Targe
     joins = 1 - math.exp(-decoded.sequences)
     fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
     moments = Moments.of(services)
-    mean = _shared_service(moments.mean, plain_step, per_worker)
-    queue = _queue(num_workers, load, mean, moments.scv, plain_step)
+    shared = _shared_base(moments.mean, plain_step, per_worker)
+    mean = moments.mean - plain_step + shared
+    queue = _queue(num_workers, load, mean, moments.scv, shared, UNIFIED_APART)
     if queue is None:
         return _short_of("unified", num_workers, rate * mean)
+    # Behind the step that runs another is planned, with prompts in it as likely as in any.
+    fixed += PLANNED * stalled * moments.mean
+    queue = replace(queue, mean_if_any=queue.mean_if_any + PLANNED * moments.mean)
     stall_square = per_worker * stalls.mean**2 * (1 + stalls.scv)
     return Prediction(
         load,
@@ -350,7 +366,7 @@ def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Targe
         slot_wait=decoded.slot_wait,
         service=services,
         fixed_seconds=[fixed] * len(services),
-        tpots=_tpots(load, decoded, num_workers, worker, stall=stalled, stall_square=stall_square),
+        tpots=_tpots(load, decoded, stalled, stall_square, queue),
         prefill_busy=stalled,
         sequences=decoded.sequences,
         slots=decoded.slots,

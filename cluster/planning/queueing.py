@@ -44,20 +44,23 @@ def erlang_c(num_servers: int, offered: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nobody waits with a chance of 1 − `chance`; who waits, exponentially long with this mean."""
+    """Nobody waits with a chance of 1 − `chance`; who waits, exponentially long with this mean, but never beyond `most`."""
 
     chance: float
     mean_if_any: float
+    most: float = math.inf
 
     @property
     def mean(self) -> float:
-        return self.chance * self.mean_if_any if self.chance else 0.0
+        if not self.chance or self.mean_if_any <= 0:
+            return 0.0
+        return self.chance * self.mean_if_any * -math.expm1(-self.most / self.mean_if_any)
 
     def within(self, seconds: float) -> float:
         """The share that waits no longer."""
         if seconds < 0:
             return 0.0
-        if self.mean_if_any <= 0:
+        if self.mean_if_any <= 0 or seconds >= self.most:
             return 1.0
         return 1 - self.chance * math.exp(-seconds / self.mean_if_any)
 
