@@ -18,8 +18,10 @@ from headrace.values import Role
 
 BLOCK_SIZE = 32
 WARM_UP = 0.2  # of a run's requests: caches and fits fill
-SETTLED_STAYS = 3.0  # a run lasts at least so many times as a request stays
-MOST_TOKENS = 600_000  # that a run may generate: seconds of one core
+SETTLED_STAYS = 2.0  # a run lasts at least so many times as a request stays
+PROPORTION = 1.04  # by which pools that are cut may differ
+MOST_TIMES = 3  # as many requests as were asked for, where a run would else be too short
+MOST_TOKENS = 800_000  # that a run may generate: seconds of one core
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,26 @@ def card(worker: Worker, name: str) -> Card:
     return Card(name, "planned", worker.cost, num_blocks, round(worker.kv_bytes_per_token * BLOCK_SIZE))
 
 
-def part(pools: Pools, per_second: float, num_requests: int, stay_seconds: float) -> tuple[Pools, float, int]:
-    """(pools, requests a second, requests) that fit the run: a stay lasts, and so must it."""
+def part(
+    pools: Pools, per_second: float, num_requests: int, most_requests: int, stay_seconds: float
+) -> tuple[Pools, float, int]:
+    """(pools, requests a second, requests) of a run that lasts as long as it must, at least `num_requests` and at most
+    `most_requests`; where those are too few, of a part of the pools that keeps their proportions."""
     needed = math.ceil(SETTLED_STAYS * per_second * stay_seconds / (1 - WARM_UP))
-    shrink = max(needed / max(num_requests, 1), 1.0)
-    least = min(number for number in (pools.prefill, pools.decode, pools.unified) if number)
-    shrink = min(shrink, float(least))
-    small = Pools(
-        *(math.ceil(number / shrink) if number else 0 for number in (pools.prefill, pools.decode, pools.unified))
-    )
-    # Pools are whole: the rate follows the pool that was cut least, so that none is let off.
-    kept = max(
-        (new / old for new, old in ((small.prefill, pools.prefill), (small.decode, pools.decode)) if old),
-        default=small.unified / max(pools.unified, 1),
-    )
-    return small, per_second * kept, max(num_requests, min(math.ceil(needed * kept), 2 * num_requests))
+    sizes = [number for number in (pools.prefill, pools.decode, pools.unified) if number]
+    shrink = min(max(needed / most_requests, 1.0), float(min(sizes)))
+    while shrink > 1:
+        small = Pools(*(round(number / shrink) for number in (pools.prefill, pools.decode, pools.unified)))
+        kept = [new / old for new, old in zip(_sizes(small), _sizes(pools), strict=True) if old]
+        if max(kept) <= PROPORTION * min(kept):
+            # The rate follows the pool that was cut least, so that none is let off.
+            return small, per_second * max(kept), max(num_requests, min(math.ceil(needed * max(kept)), most_requests))
+        shrink *= 0.97
+    return pools, per_second, max(num_requests, min(needed, most_requests))
+
+
+def _sizes(pools: Pools) -> tuple[int, int, int]:
+    return pools.prefill, pools.decode, pools.unified
 
 
 def simulate(
@@ -87,7 +94,8 @@ def simulate(
 ) -> Simulated:
     """`pools` under `per_second` requests of this traffic."""
     most = max(int(MOST_TOKENS / traffic.output_tokens), 200)
-    small, rate, number = part(pools, per_second, min(num_requests, most), stay_seconds)
+    few, most = min(num_requests, most), max(min(MOST_TIMES * num_requests, most), 200)
+    small, rate, number = part(pools, per_second, few, most, stay_seconds)
     fleet = Fleet(
         card(decode, "decode"),
         prefill=small.prefill,

@@ -94,13 +94,16 @@ def settle(
         say(f"{option.kind} {_short(needed)}: {found.attainment:.1%} of simulated requests keep the SLO")
         if found.holds(target):
             return Settled(option, tuple(rounds), True)
-        option = option.with_needed(_grown(needed, found), spare)
+        option = option.with_needed(_grown(needed, found, target), spare)
     return Settled(option, tuple(rounds), False)
 
 
-def _grown(needed: Pools, found: Simulated) -> Pools:
+def _grown(needed: Pools, found: Simulated, target: Target) -> Pools:
+    """A tenth more, or a quarter where most of what was asked for is missing."""
+    step = GROWTH if found.attainment > target.attainment / 2 else 2.5 * GROWTH
+
     def more(number: int) -> int:
-        return number + max(1, int(number * GROWTH))
+        return number + max(1, int(number * step))
 
     if needed.unified:
         return replace(needed, unified=more(needed.unified))

@@ -112,7 +112,7 @@ def _made(asked: TrafficAsked, max_context_tokens: int, num_rows: int, seed: int
             ids = tuple(range(first, first + num_ids))
         rows.append(TraceRow(len(rows), seconds, num_input, num_output, ids))
         seconds += random.gammavariate(1 / scv, scv)
-    lengths = [_length(row, min(len(row.prefix_ids) * TOKENS_PER_ID, row.input_tokens)) for row in rows[:SAMPLE]]
+    lengths = _sample([(row, min(len(row.prefix_ids) * TOKENS_PER_ID, row.input_tokens)) for row in rows])
     wanted = (asked.input_tokens.mean, asked.output_tokens.mean)
     if not num_too_long:
         lengths = _to_means(lengths, *wanted, hit_rate)
@@ -188,10 +188,9 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
         peak = max(by_hour) * busiest / own
     cached = _cached_tokens(rows)
     stretch = [(rows[at], cached[at]) for at in range(first, last)]
-    sample = stretch if len(stretch) <= SAMPLE else Random(0).sample(stretch, SAMPLE)
-    scv = asked.burstiness or gap_scv([row for row, _ in stretch])
+    scv = asked.burstiness or burstiness([row for row, _ in stretch])
     return Traffic(
-        peak=Load(peak, [_length(row, tokens) for row, tokens in sample], scv),
+        peak=Load(peak, _sample(stretch), scv),
         by_hour=by_hour,
         rows=[row for row, _ in stretch],
         about=f"{asked.trace.name}: {len(rows)} requests, {own:.2f} a second, sized for {factor:.3g} × that",
@@ -199,7 +198,12 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
             f"the busiest stretch of the trace (requests {first} to {last - 1}, {busiest / own:.2f} × its mean) stands for "
             "the peak",
             curve,
-            f"gaps between arrivals have an scv of {scv:.2f} there",
+            f"arrivals there are as bursty as gaps of scv {scv:.2f}",
+            *(
+                [f"traffic × {factor:.3g} keeps the bursts of the trace; as many more users would be smoother"]
+                if factor > 1.5
+                else []
+            ),
             "what prefixes allow is cached: an upper bound, without evictions"
             if any(row.prefix_ids for row in rows)
             else "the trace names no prefixes: nothing is cached",
@@ -222,6 +226,35 @@ def _busiest(rows: Sequence[TraceRow]) -> tuple[int, int, float]:
         if past - first > best[1] - best[0]:
             best = (first, past)
     return (*best, (best[1] - best[0]) / STRETCH_SECONDS)
+
+
+def _sample(rows: Sequence[tuple[TraceRow, float]]) -> list[Length]:
+    """Every so manieth by prompt length, stretched to the means of all."""
+    every = [_length(row, cached) for row, cached in rows]
+    if len(every) <= SAMPLE:
+        return every
+    ordered = sorted(every, key=lambda length: (length.input_tokens, length.output_tokens))
+    picked = [ordered[int((at + 0.5) * len(ordered) / SAMPLE)] for at in range(SAMPLE)]
+    inputs = sum(length.input_tokens for length in every) / len(every)
+    outputs = sum(length.output_tokens for length in every) / len(every)
+    return _to_means(picked, inputs, outputs, sum(length.cached_tokens for length in every) / len(every) / inputs)
+
+
+def burstiness(rows: Sequence[TraceRow]) -> float:
+    """What scv of independent gaps is as bursty: the gaps' own, or how counts in longer windows vary, where that is more.
+    (Of independent gaps the variance of a long window's count over its mean is their scv.)"""
+    found = gap_scv(rows)
+    span = rows[-1].seconds - rows[0].seconds
+    for arrivals in (8, 16, 32):
+        num_windows = len(rows) // arrivals
+        if num_windows < 8 or span <= 0:
+            break
+        counts = [0] * num_windows
+        for row in rows:
+            counts[min(int((row.seconds - rows[0].seconds) / span * num_windows), num_windows - 1)] += 1
+        mean = sum(counts) / num_windows
+        found = max(found, sum((count - mean) ** 2 for count in counts) / (num_windows - 1) / mean)
+    return found
 
 
 def gap_scv(rows: Sequence[TraceRow]) -> float:

@@ -123,11 +123,11 @@ def test_case_55_an_slo_below_one_requests_own_latency_is_reported_and_not_sized
 
 
 def test_case_55_time_in_queues_is_part_of_what_is_predicted() -> None:
-    """At 90 % of what the pool can do a request waits more than twice as long as it computes."""
+    """At 90 % of what the pool can do a request waits longer than it computes, decode workers helping or not."""
     load = Load(0.9 / 0.127, CHAT)  # a mean prompt takes 0.127 s
     found = predict(Pools(1, 4), WORKER, WORKER, load, TARGET)
     assert not isinstance(found, Overload)
-    assert found.ttft_mean_seconds > 3 * 0.127
+    assert found.ttft_mean_seconds > 2 * 0.127
 
 
 def test_too_few_rows_or_too_little_kv_is_named() -> None:
