@@ -15,7 +15,7 @@ from cluster.scaling.values import Inputs, Needs, PoolRules, Size
 from headrace.values import Role
 
 FLIP_SHARE = 1 / 6
-UNCLEAR_HOLDS = 4  # after it grew, where a little more load would need it again: chance would swing it
+UNCLEAR_HOLDS = 6  # after it grew, where a little more load would need it again: chance would swing it
 EPSILON = 1e-6
 
 

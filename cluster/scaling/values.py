@@ -38,7 +38,7 @@ class Rules:
     budget_gpus: int | None = None
     window_seconds: float = 120.0
     lead_seconds: float = 300.0
-    hold_seconds: float = 900.0
+    hold_seconds: float = 600.0
     pending_seconds: float = 120.0
     idle_seconds: float = 900.0
     standby_workers: int = 0

@@ -205,7 +205,7 @@ class AutoscalingConfig(_Section):
         default=300.0, ge=0, le=7200, description="how far ahead of the load workers are started"
     )
     hold_seconds: float = Field(
-        default=900.0, ge=1, le=86400, description="how long fewer must have sufficed before any is taken away"
+        default=600.0, ge=1, le=86400, description="how long fewer must have sufficed before any is taken away"
     )
     pending_seconds: float = Field(
         default=120.0, ge=1, le=3600, description="that a new worker may wait for room before it is given up"

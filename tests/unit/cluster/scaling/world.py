@@ -18,7 +18,7 @@ def rules(*, most: int = 16, least: int = 0, prefill_tp: int = 1, **fields: Any)
         "decode": PoolRules(Role.DECODE, ONE, least, most),
         "prefill": PoolRules(Role.PREFILL, ParallelLayout(prefill_tp), least, most),
     }
-    return Rules(pools, Target(2.0, 0.05, 0.99), **fields)
+    return Rules(pools, Target(2.0, 0.05, 0.99), **{"hold_seconds": 900.0, **fields})
 
 
 def traffic(per_second: float, **fields: Any) -> Traffic:
