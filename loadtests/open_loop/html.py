@@ -35,7 +35,7 @@ def page(plan: Plan, points: Sequence[Point], result: Mapping[str, Any], picture
 <h1>Load on {escape(plan.model or "")} at {escape(plan.address)}</h1>
 <p>{escape(_traffic(plan))}. Good: TTFT within {plan.slo.ttft_seconds:g} s and TPOT within
 {plan.slo.tpot_seconds * 1e3:g} ms.
-{escape(result["knee"]["said"])}.</p>
+{escape(result["knee"]["said"] + "." if len(points) > 1 else "")}</p>
 {f'<ul class="warn">{warnings}</ul>' if warnings else ""}
 {drawn}
 <h2>Rates</h2>

@@ -142,3 +142,5 @@ def test_a_generator_that_is_the_bottleneck_says_by_what() -> None:
         "it took 97% of a core, at most 90% is fair",
     ]
     assert "p99 200 ms" in said[0]
+    (late,) = strains(Effort([0.2] * 99, [0.0], 0.2))
+    assert "it took 20% of a core: something else keeps this machine busy" in late
