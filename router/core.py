@@ -18,7 +18,7 @@ from router.decisions.tenants import Tenancy
 from router.flight import Flight, Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
-from router.quota_leases import QuotaLeases
+from router.quota_leases import QuotaLeases, watch
 from router.reports import Reports
 from router.requests import Requests
 from router.sessions import Sessions
@@ -65,6 +65,7 @@ async def running_core(
     )
     tenancy = Tenancy.of(config)
     quotas = _quotas(config, tenancy, shared=store is not None, now=clock.now())
+    watch(quotas, clock)
     admission = Admission(_rules(config), tenancy, quotas)
     requests = Requests(
         router_id=router_id,

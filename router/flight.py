@@ -34,10 +34,11 @@ _REFUSALS = frozenset({"Overloaded", "Draining", "NoWorkers", "InvalidRequest", 
 class Job:
     """A validated request as an edge hands it over. `sampling.seed` is drawn already; sample i differs by its index.
 
-    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit. `continues`: the
-    answer goes on from the prompt's own text, so that its first space belongs to it. `cache_salt` holds the tenant's domain
-    already. `repeatable`: asked again, it may be answered with the same tokens (greedy, or with the client's own seed).
-    `arrived_at`: when its edge had the whole of it, by the router's clock; None: as it is streamed. `trace`: its span.
+    `logprobs` are asked for through `sampling.num_logprobs`. `seconds_left` None: the configured limit; a queue longer
+    than `turn_seconds_left` is not entered, whatever the limit. `continues`: the answer goes on from the prompt's own text,
+    so that its first space belongs to it. `cache_salt` holds the tenant's domain already. `repeatable`: asked again, it may
+    be answered with the same tokens (greedy, or with the client's own seed). `arrived_at`: when its edge had the whole of
+    it, by the router's clock; None: as it is streamed. `trace`: its span.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     seconds_left: float | None = None
+    turn_seconds_left: float | None = None
     traceparent: str = ""
     continues: bool = False
     tenant: str = DEFAULT_TENANT

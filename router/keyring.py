@@ -53,10 +53,10 @@ def load_keyring(config: ClusterConfig, environ: Mapping[str, str] = os.environ)
 
 
 def _keys_of(name: str, tenant: TenantConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    for variable in tenant.key_env:
-        if not environ.get(variable):
-            key = f"tenants.{name}.key_env"
-            raise ConfigError(f"{key}: the environment variable {variable} must hold a key, and is not set", key=key)
+    for number, variable in enumerate(tenant.key_env):
+        if not environ.get(variable):  # not repeated: it may be a key that was pasted there
+            key = f"tenants.{name}.key_env[{number}]"
+            raise ConfigError(f"{key}: must name an environment variable that holds a key; it is not set", key=key)
         yield environ[variable].strip()
     for file in tenant.key_files:
         yield from read_keys(pathlib.Path(file), f"tenants.{name}.key_files")

@@ -34,6 +34,8 @@ _LEASES = Counter(metrics.QUOTA_LEASES, "Rounds of leasing quotas.", ["outcome"]
 # l:KIND what is unleased, t:KIND since when. Times in ms. A rate's level may go below 0: that is owed.
 SCRIPT = """
 local key, router, lease_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local found = redis.call('TYPE', key).ok
+if found ~= 'hash' and found ~= 'none' then redis.call('DEL', key) end -- no router wrote it
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local flat, f, live, gone = redis.call('HGETALL', key), {}, {}, {}
@@ -81,6 +83,18 @@ return answers
 """.replace("%d", str(KEEP_SECONDS))
 
 
+def watch(quotas: Quotas, clock: Clock) -> None:
+    """What may be spent is looked up when somebody asks, with a store or without."""
+    for tenant in quotas.tenants:
+        for its in quotas.slices(tenant):
+            left = partial(_left, quotas, tenant, its.kind, clock)
+            _LEFT.labels(tenant, its.kind.value).set_function(left)
+
+
+def _left(quotas: Quotas, tenant: str, kind: Kind, clock: Clock) -> float:
+    return quotas.left(tenant, kind, clock.now())
+
+
 class QuotaLeases:
     """Leases for one router's Quotas, until it ends."""
 
@@ -105,6 +119,7 @@ class QuotaLeases:
         self._idle_seconds = min(max(2 * sync_seconds, len(quotas.tenants) / IDLE_TENANTS_A_SECOND), lease_seconds / 4)
         self._asked_at: dict[str, float] = {}
         self._failing = False
+        self._refusing: set[str] = set()  # tenants whose key Redis answers with an error
 
     async def run(self) -> None:
         """Leases until cancelled, and then gives back what is left. The first round is the caller's: before it nothing is
@@ -147,9 +162,19 @@ class QuotaLeases:
         _LEASES.labels("leased").inc()
         for tenant, answer in zip(tenants, answers, strict=True):
             self._asked_at[tenant] = now
-            self._quotas.granted(tenant, map(_grant, answer), now)
-            for its in self._quotas.slices(tenant):
-                _LEFT.labels(tenant, its.kind.value).set(its.balance)
+            if isinstance(answer, RedisError):
+                self._refused(tenant, answer, now)
+            else:
+                self._quotas.granted(tenant, map(_grant, answer), now)
+                self._refusing.discard(tenant)
+
+    def _refused(self, tenant: str, error: RedisError, now: float) -> None:
+        """What is written there for this one tenant is no quota: its slices go on by themselves, the others' as before."""
+        _LEASES.labels("failed").inc()
+        if tenant not in self._refusing:
+            log.warning("the quotas of tenant %s are not leased: %s", tenant, error)
+            self._refusing.add(tenant)
+        self._quotas.unheard(tenant, now)
 
     def _is_due(self, tenant: str, now: float) -> bool:
         asked = self._asked_at.get(tenant, float("-inf"))
@@ -159,7 +184,10 @@ class QuotaLeases:
         async with redis.pipeline(transaction=False) as pipe:
             for tenant, its in reports.items():
                 pipe.eval(SCRIPT, 1, self._keys.tenant(tenant), *self._arguments(its))
-            answers: list[Any] = await pipe.execute()
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        refused = [answer for answer in answers if isinstance(answer, RedisError)]
+        if len(refused) == len(answers):
+            raise refused[0]  # it is Redis, and no tenant's key
         return answers
 
     def _arguments(self, reports: Sequence[Report]) -> list[str]:

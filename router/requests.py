@@ -176,7 +176,8 @@ class Requests:
         if flight.job.seconds_left is not None:
             seconds = min(seconds, flight.job.seconds_left)
         flight.deadline = flight.marks.began + seconds
-        flight.entrant = replace(flight.entrant, seconds_left=seconds)
+        turn = flight.job.turn_seconds_left
+        flight.entrant = replace(flight.entrant, seconds_left=seconds if turn is None else min(seconds, turn))
         error = DeadlineExceeded(f"not finished within {seconds:g} s", limit=seconds)
         return asyncio.get_running_loop().call_later(seconds, self._expire, flight, mailbox, error)
 

@@ -140,8 +140,10 @@ class SharedAnswers:
         run = _Run(job.request_id)
         if tenant.coalesce:
             self._runs[line] = run
-        # Its own client's deadline is not that of the others, so the computation has none but the configured one.
-        run.task = self._group.create_task(self._compute(line, run, replace(job, seconds_left=None), tenant))
+        # Its own client's deadline is not that of the others, so the computation has none but the configured one; where it
+        # would wait beyond the former it is refused as it comes, before there are others.
+        shared = replace(job, seconds_left=None, turn_seconds_left=job.seconds_left)
+        run.task = self._group.create_task(self._compute(line, run, shared, tenant))
         return run
 
     async def _compute(self, line: Line, run: _Run, job: Job, tenant: Tenant) -> None:

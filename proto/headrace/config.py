@@ -399,7 +399,7 @@ def _first_fault(source: str, error: ValidationError) -> ConfigError:
     allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
         "String should match pattern", "a text that matches"
     )
-    given = "(not shown)" if "api_keys" in (*path, name) else fault.get("input")
+    given = "(not shown)" if {"api_keys", "key_env"} & {*path, name} else fault.get("input")
     return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
 
 

