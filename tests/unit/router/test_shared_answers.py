@@ -10,13 +10,14 @@ from prometheus_client import REGISTRY
 
 from headrace import metrics
 from headrace.clock import ManualClock
-from headrace.errors import DeadlineExceeded, Draining, InternalError, QuotaExceeded
+from headrace.errors import DeadlineExceeded, Draining, InternalError, Overloaded, QuotaExceeded
 from headrace.values import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
+from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
 from router.decisions.tenants import Tenancy, Tenant
 from router.flight import Job, Piece
 from router.shared_answers import SharedAnswers
-from tests.null_worker import NullWorker
+from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
 
 BOTH = Tenant("both", coalesce=True, cache_results=True)
@@ -188,6 +189,29 @@ async def test_a_deadline_ends_the_hearing_of_one_and_not_the_computation() -> N
             await hasty
         on.finish(request)
         assert text(await patient) == "ab"
+
+
+async def test_who_would_wait_beyond_its_deadline_is_refused_though_what_it_asks_for_could_be_shared() -> None:
+    """Nine run, others wait, and one has its turn every second."""
+    clock, tenancy = ManualClock(50.0), Tenancy({COALESCE.name: COALESCE})
+    worker = NullWorker(worker_info(max_num_seqs=1))
+    async with (
+        worker,
+        stage(worker, tenancy=tenancy, rules=Rules(32), clock=clock, silent_seconds=1000.0) as on,
+        asyncio.TaskGroup() as group,
+    ):
+        on = On(on, worker, SharedAnswers(on.requests, tenancy, clock, group), clock)
+        others = [on.ask(asked(f"r{number}", COALESCE, prompt=20 + number)) for number in range(25)]
+        for _ in range(10):
+            on.finish(await on.submitted())
+            clock.advance(1.0)
+        for _ in range(9):
+            await on.submitted()
+        with pytest.raises(Overloaded, match="its turn would come in about"):
+            await on.ask(asked("hasty", COALESCE, prompt=200, seconds_left=0.5))
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
 
 
 async def test_an_answer_is_kept_and_given_again_in_one_piece_a_sample() -> None:
