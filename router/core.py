@@ -12,12 +12,14 @@ from headrace.keys import Keys
 from headrace.values import WorkerInfo
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
+from router.decisions.caches import Caches, Told
 from router.decisions.index import Index
 from router.decisions.quotas import QuotaRules, Quotas
 from router.decisions.tenants import Tenancy
 from router.flight import Flight, Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
+from router.placements import Placements
 from router.quota_leases import QuotaLeases, watch
 from router.reports import Reports
 from router.requests import Requests
@@ -67,10 +69,18 @@ async def running_core(
     quotas = _quotas(config, tenancy, shared=store is not None, now=clock.now())
     watch(quotas, clock)
     admission = Admission(_rules(config), tenancy, quotas)
+    others: Placements | None = None
+    if store is not None:
+
+        def hear(told: Told) -> None:
+            caches.told(told, requests.view(), clock.now())
+
+        others = Placements(store, Keys(config.name), router_id, hear)
+    caches = Caches(index, others.tell) if others is not None else Caches(index)
     requests = Requests(
         router_id=router_id,
         sessions=sessions,
-        index=index,
+        caches=caches,
         open_text=open_text,
         pacer=Pacer(config.router.coalesce_seconds, asyncio.get_running_loop()),
         clock=clock,
@@ -83,11 +93,12 @@ async def running_core(
     )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(sessions.run(), name="sessions")]
-        if store is None:
+        if store is None or others is None:
             sessions.seek(workers)
         else:
             follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers, gone=requests.forget)
             tasks.append(group.create_task(follow.run(), name="follow"))
+            tasks.append(group.create_task(others.run(), name="placements"))
             reports = Reports(store, Keys(config.name), requests.report, http_address)
             tasks.append(group.create_task(reports.run(), name="reports"))
             if quotas.tenants:

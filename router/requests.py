@@ -17,7 +17,6 @@ from router.decision_log import Note
 from router.decisions.admission import Admission, Entrant
 from router.decisions.caches import Caches, Prediction
 from router.decisions.health import Health
-from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
 from router.decisions.record import Decision
@@ -51,7 +50,7 @@ class Requests:
         *,
         router_id: str,
         sessions: Sessions,
-        index: Index,
+        caches: Caches,
         open_text: Callable[[Job], TextStream],
         pacer: Pacer,
         clock: Clock,
@@ -64,7 +63,7 @@ class Requests:
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
-        self._caches = Caches(index)
+        self._caches = caches
         self._open_text = open_text
         self._pacer = pacer
         self._clock = clock

@@ -50,6 +50,11 @@ class Keys:
     def tenant(self, tenant: str) -> str:
         return f"hr:{self.cluster}:tenant:{tenant}"
 
+    @property
+    def placements(self) -> str:
+        """The stream in which routers tell each other what they place."""
+        return f"hr:{self.cluster}:placements"
+
     def router(self, router: str) -> str:
         """A router's report (headrace.reports)."""
         return f"hr:{self.cluster}:router:{router}"

@@ -1,7 +1,7 @@
 """What this router believes of the workers' caches: the mirror, what its own placements will add, and how far the mirror
 is to be believed. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.blocks import probe
@@ -27,11 +27,24 @@ class Prediction:
     fallbacks: tuple[Fallback, ...] = ()
 
 
-class Caches:
-    """Owns the truth records and, through the index, the overlay; owned by router.requests."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one router tells the others of a placement: for how long the worker is to be expected to hold these blocks, by
+    their keys, if it does not say so itself."""
 
-    def __init__(self, index: Index) -> None:
+    name: str
+    worker_id: str
+    keys: Sequence[int]
+    seconds: float
+
+
+class Caches:
+    """Owns the truth records and, through the index, the overlay; owned by router.requests. `tell` hears of each placement
+    of this router's."""
+
+    def __init__(self, index: Index, tell: Callable[[Told], None] = lambda told: None) -> None:
         self._index = index
+        self._tell = tell
         self._truth = Truth()
         self._unproven: set[str] = set()
 
@@ -82,14 +95,24 @@ class Caches:
         self.ended(request_id)
         chosen = placed.decided.chosen
         ttft = chosen.ttft_seconds if chosen is not None else 0.0
-        expires = now + EXPECT_SECONDS + 2 * ttft
-        self._expect(request_id, prediction, placed.prefill or placed.decode, expires)
+        worker = placed.prefill or placed.decode
+        keys = self._expect(request_id, prediction, worker, now + EXPECT_SECONDS + 2 * ttft)
+        self._tell(Told(request_id, worker.worker_id, keys, SETTLE_SECONDS + 2 * ttft))
 
-    def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> None:
+    def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> Sequence[int]:
         chain = prediction.chains.get(worker.hash_class)
-        if chain is not None:
-            keys = chain.after(prediction.promised.get(worker.worker_id, 0))
-            self._index.overlay.expect(request_id, worker.worker_id, keys, worker.info.capacity.num_blocks, expires)
+        if chain is None:
+            return ()
+        keys = chain.after(prediction.promised.get(worker.worker_id, 0))
+        self._index.overlay.expect(request_id, worker.worker_id, keys, worker.info.capacity.num_blocks, expires)
+        return keys
+
+    def told(self, told: Told, view: View, now: float) -> None:
+        """Another router placed a prompt. How that ends it does not say, so it is believed for a shorter time."""
+        worker = view.find(told.worker_id)
+        if worker is not None:
+            capacity = worker.info.capacity.num_blocks
+            self._index.overlay.expect(told.name, told.worker_id, told.keys, capacity, now + told.seconds)
 
     def computed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
         """The request's first token came: its decode worker holds the prompt too, and its blocks' events are due soon,

@@ -11,6 +11,7 @@ from headrace.clock import Clock, SystemClock
 from headrace.values import SamplingParams
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
+from router.decisions.caches import Caches
 from router.decisions.index import Index
 from router.decisions.quotas import Quotas
 from router.decisions.tenants import Tenancy
@@ -73,7 +74,7 @@ async def stage(
     requests = Requests(
         router_id="t",
         sessions=sessions,
-        index=index,
+        caches=Caches(index),
         open_text=open_text,
         pacer=Pacer(coalesce_seconds, asyncio.get_running_loop()),
         clock=clock,

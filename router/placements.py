@@ -1,0 +1,117 @@
+"""What routers place, told to each other at once (ADR 12).
+
+Between a placement and the event of its blocks lie a queue and a prefill; a copy that knows nothing of them places the next
+prompt that begins alike somewhere else, where it is computed again. So each router appends to one stream which blocks its
+placements will bring where, and expects what others say there, for as long as they said. It is a hint like all of the
+index: what is lost, late or wrong costs a prefill, and nothing waits for any of it.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from headrace.errors import ConfigError, Unavailable
+from headrace.keys import Keys
+from router.decisions.caches import Told
+from router.follow import Store
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 1024  # of a placement: what is behind them is hardly asked for again meanwhile
+MAX_WAITING = 1024
+STREAM_ENTRIES = 1024
+STREAM_SECONDS = 60
+READ_SECONDS = 1.0
+RETRY_SECONDS = 0.5
+
+
+class Placements:
+    """Owns what is still to be told, and how far was heard. `hear` is called with each placement of another router."""
+
+    def __init__(self, store: Store, keys: Keys, router_id: str, hear: Callable[[Told], None]) -> None:
+        self._store = store
+        self._key = keys.placements
+        self._router_id = router_id
+        self._hear = hear
+        self._waiting: deque[Told] = deque(maxlen=MAX_WAITING)
+        self._filled = asyncio.Event()
+        self._position = b""
+        self._failing = False
+
+    def tell(self, told: Told) -> None:
+        """Tells the others, soon."""
+        if told.keys:
+            self._waiting.append(told)
+            self._filled.set()
+
+    async def run(self) -> None:
+        """Until cancelled. What Redis does not take is dropped, and after a failure only what is new is heard."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tell_all(), name="placements told")
+            group.create_task(self._hear_all(), name="placements heard")
+
+    async def _tell_all(self) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            waiting = tuple(self._waiting)
+            self._waiting.clear()
+            await self._try(partial(self._append, waiting=waiting))
+
+    async def _hear_all(self) -> None:
+        while True:
+            if not await self._try(self._read, wait_seconds=READ_SECONDS):
+                self._position = b""
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _try(self, operation: Callable[[Any], Awaitable[None]], *, wait_seconds: float = 0.0) -> bool:
+        try:
+            await self._store.call(operation, wait_seconds=wait_seconds)
+        except (Unavailable, RedisError, ConfigError) as error:
+            if not self._failing:
+                log.warning("routers do not hear of each other's placements just now: %s", error)
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+    async def _append(self, redis: Any, waiting: Sequence[Told]) -> None:
+        async with redis.pipeline(transaction=False) as pipe:
+            for told in waiting:
+                pipe.xadd(self._key, _fields(self._router_id, told), maxlen=STREAM_ENTRIES, approximate=True)
+            pipe.expire(self._key, STREAM_SECONDS)
+            await pipe.execute()
+
+    async def _read(self, redis: Any) -> None:
+        if not self._position:
+            last = await redis.xrevrange(self._key, count=1)
+            self._position = last[0][0] if last else b"0-0"
+        block = int(READ_SECONDS * 1000)
+        for _, entries in await redis.xread({self._key: self._position}, count=256, block=block) or ():
+            for entry, fields in entries:
+                self._position = entry
+                told = _told(entry, fields)
+                if told is not None and fields[b"by"] != self._router_id.encode():
+                    self._hear(told)
+
+
+def _fields(router_id: str, told: Told) -> dict[str, str | bytes | int]:
+    keys = told.keys[:MAX_KEYS]
+    packed = struct.pack(f"<{len(keys)}Q", *keys)
+    return {"by": router_id, "to": told.worker_id, "ms": int(told.seconds * 1000), "keys": packed}
+
+
+def _told(entry: bytes, fields: dict[bytes, bytes]) -> Told | None:
+    """None where it is nothing that a router of this version wrote."""
+    try:
+        packed, milliseconds = fields[b"keys"], int(fields[b"ms"])
+        keys = struct.unpack(f"<{len(packed) // 8}Q", packed)
+        return Told(f"{fields[b'by'].decode()} {entry.decode()}", fields[b"to"].decode(), keys, milliseconds / 1000)
+    except (KeyError, ValueError, struct.error):
+        return None

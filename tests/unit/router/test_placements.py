@@ -1,0 +1,79 @@
+"""Routers that tell each other what they place, over a real Valkey."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from headrace.keys import Keys
+from headrace.store import Store, connect
+from router.decisions.caches import Told
+from router.placements import MAX_KEYS, Placements
+
+pytestmark = pytest.mark.redis
+CLUSTERS = itertools.count()
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[Store]:
+    store = connect(redis_url, budget_seconds=5.0)
+    yield store
+    await store.close()
+
+
+@asynccontextmanager
+async def routers(store: Store, keys: Keys) -> AsyncIterator[tuple[Placements, "asyncio.Queue[Told]", Placements]]:
+    """One that tells, what the other hears of it, and that other."""
+    heard: asyncio.Queue[Told] = asyncio.Queue()
+    echo: list[Told] = []
+    one = Placements(store, keys, "one", echo.append)
+    other = Placements(store, keys, "other", heard.put_nowait)
+    running = [asyncio.create_task(each.run()) for each in (one, other)]
+    try:
+        yield one, heard, other
+        assert not [told for told in echo if told.worker_id != "of other"], "a router hears nothing of itself"
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+
+
+async def listening(store: Store, one: Placements, heard: "asyncio.Queue[Told]") -> None:
+    """The other one has begun to read: what was told before it did is not for it."""
+    async with asyncio.timeout(20):
+        while heard.empty():
+            one.tell(Told("r0", "begin", (0,), 1.0))
+            await store.call(lambda redis: redis.ping())
+    await store.call(lambda redis: redis.ping())
+    one.tell(Told("r0", "end", (0,), 1.0))
+    while (await asyncio.wait_for(heard.get(), 10)).worker_id != "end":
+        pass
+
+
+async def test_what_one_router_places_the_other_expects(store: Store) -> None:
+    keys = Keys(f"placements-{next(CLUSTERS)}")
+    async with routers(store, keys) as (one, heard, other):
+        await listening(store, one, heard)
+        one.tell(Told("r1", "p0", (1, 2**60 - 1), 2.5))
+        one.tell(Told("r2", "p1", (), 2.5))  # brings nothing new
+        other.tell(Told("r3", "of other", (7,), 1.0))
+        one.tell(Told("r4", "p1", tuple(range(2 * MAX_KEYS)), 1.0))
+        first = await asyncio.wait_for(heard.get(), 10)
+        assert (first.worker_id, first.keys, first.seconds) == ("p0", (1, 2**60 - 1), 2.5)
+        last = await asyncio.wait_for(heard.get(), 10)
+        assert (last.worker_id, last.keys) == ("p1", tuple(range(MAX_KEYS)))
+        assert last.name != first.name
+        assert heard.empty()
+
+
+async def test_what_no_router_wrote_is_passed_over_and_a_stream_of_another_type_is_waited_out(store: Store) -> None:
+    keys = Keys(f"placements-{next(CLUSTERS)}")
+    await store.call(lambda redis: redis.set(keys.placements, "of another type"))
+    async with routers(store, keys) as (one, heard, _):
+        one.tell(Told("r1", "p0", (1,), 1.0))
+        await asyncio.sleep(0)
+        await store.call(lambda redis: redis.delete(keys.placements))
+        await store.call(lambda redis: redis.xadd(keys.placements, {"by": "x", "to": "p0", "ms": "soon", "keys": b""}))
+        await listening(store, one, heard)
