@@ -317,7 +317,7 @@ class Requests:
 
     def _prefill_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], prefill: str, error: HeadraceError) -> None:
         """The decode worker lost its prefill worker: it gets another one, or prefills alone."""
-        self._health.failed(prefill, error, self._clock.now())
+        self._health.peer_failed(flight.decode, prefill, error, self._clock.now())
         flight.failed(prefill, error)
         match after_peer_lost(flight.progress(), prefill, error):
             case End(error=last):
@@ -342,9 +342,7 @@ class Requests:
     def _succeed(self, flight: Flight) -> None:
         now = self._clock.now()
         flight.outcome = "finished"
-        self._health.succeeded(flight.decode)
-        source = flight.prefill or flight.decode
-        self._health.succeeded(source)
+        self._health.served(flight.decode, flight.prefill, handed_off=flight.handed_over_by != "")
         self._note_truth(flight, now)
         measures.finished(flight, now)
 

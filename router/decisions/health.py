@@ -4,8 +4,12 @@ After `max_failures` failures in a row a worker is ejected for `eject_seconds`, 
 `max_eject_seconds`. When the time is over it is tried again: the first outcome brings it back or ejects it anew.
 What is the client's fault, or the worker's good right (a full queue, draining), is no failure, whoever reports it: the
 worker itself of a request, or a decode worker of its hand-off.
+
+Two workers may each be sound and yet fail each other, where no link between them works: their hand-offs are counted by pair
+too, and such a pair is passed over like a worker, for as long.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.errors import (
@@ -37,16 +41,32 @@ class Health:
         self._eject_seconds = eject_seconds
         self._max_eject_seconds = max_eject_seconds
         self._records: dict[str, _Record] = {}
+        self._pairs: dict[str, dict[str, _Record]] = {}  # by decode worker, by prefill worker
         self.version = 0
 
     def succeeded(self, worker: str) -> None:
-        self.forget(worker)
+        self._forgive(self._records, worker)
+
+    def served(self, decode: str, prefill: str | None, *, handed_off: bool) -> None:
+        """A request was answered by these; `handed_off`: the prompt came from one to the other."""
+        self.succeeded(decode)
+        self.succeeded(prefill or decode)
+        if prefill is not None and handed_off:
+            self._forgive(self._pairs.get(decode, {}), prefill)
 
     def failed(self, worker: str, error: HeadraceError, now: float) -> None:
         """Counts the error against the worker if it is one that a sound worker would not have made."""
-        if isinstance(error, _NO_FAILURE) and not isinstance(error, WorkerLost):
-            return
-        record = self._records.setdefault(worker, _Record())
+        if not isinstance(error, _NO_FAILURE) or isinstance(error, WorkerLost):
+            self._count(self._records, worker, now)
+
+    def peer_failed(self, decode: str, prefill: str, error: HeadraceError, now: float) -> None:
+        """The decode worker says so of its hand-off: it counts against the prefill worker, and against the two."""
+        self.failed(prefill, error, now)
+        if not isinstance(error, _NO_FAILURE) or isinstance(error, WorkerLost):
+            self._count(self._pairs.setdefault(decode, {}), prefill, now)
+
+    def _count(self, records: dict[str, _Record], name: str, now: float) -> None:
+        record = records.setdefault(name, _Record())
         if now < record.ejected_until:
             return
         record.num_failures += 1
@@ -65,8 +85,22 @@ class Health:
     def num_ejected(self, now: float) -> int:
         return sum(record.ejected_until > now for record in self._records.values())
 
+    def unlinked(self, decode: str) -> Mapping[str, float] | None:
+        """The prefill workers that the decode worker is not to be paired with, and until when; None, as most often."""
+        records = self._pairs.get(decode)
+        if not records:
+            return None
+        return {name: record.ejected_until for name, record in records.items() if record.num_ejections} or None
+
     def forget(self, worker: str) -> None:
         """A new generation of the worker begins without a record."""
-        record = self._records.pop(worker, None)
+        self._forgive(self._records, worker)
+        for record in self._pairs.pop(worker, {}).values():
+            self.version += bool(record.num_ejections)
+        for records in self._pairs.values():
+            self._forgive(records, worker)
+
+    def _forgive(self, records: dict[str, _Record], name: str) -> None:
+        record = records.pop(name, None)
         if record is not None and record.num_ejections:
             self.version += 1

@@ -138,7 +138,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     prefills = who_prefills(ask, view, now)
     if not decodes:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
-    pairs, tie, compared = _priced(ask, decodes, prefills)
+    pairs, tie, compared = _priced(ask, decodes, prefills, now)
     output_tokens = min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
     costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds, output_tokens)
     chosen, num_near_equals = _pick(costs, tie)
@@ -154,7 +154,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 
 
 def _priced(
-    ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView]
+    ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView], now: float
 ) -> tuple[list[Pair], float, dict[str, WorkerView]]:
     """The pairs worth comparing, what is left of the draw, and the workers of these pairs by id."""
     best, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
@@ -166,7 +166,7 @@ def _priced(
     best_decodes = _with_warmest(best, decodes, on_decodes)
     for decode in best_decodes:
         candidate = decode_candidate(ask, decode)
-        allowed = [partner for partner in partners if _may_pair(decode, partner[0])][:BEST_FEW]
+        allowed = [partner for partner in partners if _may_pair(decode, partner[0], now)][:BEST_FEW]
         pairs += _pairs(ask, decode, candidate, allowed, most)
         if _may_prefill_alone(ask, decode, candidate, [on_prefill for _, on_prefill in allowed]):
             pairs.append(_alone(ask, decode, candidate))
@@ -199,11 +199,13 @@ def _draw(tie: float, num: int) -> tuple[int, float]:
     return index, scaled - index
 
 
-def _may_pair(decode: WorkerView, prefill: WorkerView) -> bool:
-    """Two unified workers gain nothing by a hand-off that joining the better one would not give."""
+def _may_pair(decode: WorkerView, prefill: WorkerView, now: float) -> bool:
+    """Two unified workers gain nothing by a hand-off that joining the better one would not give; two that failed each other
+    lately would do so again."""
     return (
         decode.worker_id != prefill.worker_id
         and not (decode.prefills and prefill.decodes)
+        and (decode.unlinked is None or decode.unlinked.get(prefill.worker_id, 0.0) <= now)
         and (decode.compatibility is prefill.compatibility or decode.compatibility == prefill.compatibility)
     )
 

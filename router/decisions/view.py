@@ -1,5 +1,6 @@
 """What placement sees of the workers: values that nobody changes, of their reports and the router's own ledger. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
@@ -39,6 +40,7 @@ def _kind(compatibility: Compatibility) -> tuple[Compatibility, HashClass]:
 @dataclass(slots=True)
 class WorkerView:
     """One worker as it is believed to be now. `load` is net of double counting; `free_blocks` is as reported.
+    `unlinked`: prefill workers whose hand-offs to this one fail, each until when it is not paired with.
 
     Nobody changes one; it is not frozen because freezing doubles what it costs to make one, and a decision makes several.
     The other fields follow from these; they are worked out once a change, and read once a request.
@@ -60,6 +62,7 @@ class WorkerView:
     free_blocks: int
     draining: bool = False
     ejected_until: float = 0.0
+    unlinked: Mapping[str, float] | None = None
     worker_id: str = field(init=False, repr=False, compare=False)
     prefills: bool = field(init=False, repr=False, compare=False)
     decodes: bool = field(init=False, repr=False, compare=False)
@@ -202,9 +205,10 @@ def worker_view(
     """A worker that has not reported yet is taken to be empty but for what this router placed on it."""
     own = ledger.own(info.worker_id)
     cost = costs.of(info, report.cost if report is not None else info.cost)
-    ejected_until = health.ejected_until(info.worker_id)
+    ejected_until, unlinked = health.ejected_until(info.worker_id), health.unlinked(info.worker_id)
     if report is None:
-        return WorkerView(info, info.role, own, cost, info.capacity.num_blocks, ejected_until=ejected_until)
+        free_blocks = info.capacity.num_blocks
+        return WorkerView(info, info.role, own, cost, free_blocks, False, ejected_until, unlinked)
     return WorkerView(
         info,
         report.role,
@@ -213,4 +217,5 @@ def worker_view(
         report.free_blocks,
         report.draining,
         ejected_until,
+        unlinked,
     )

@@ -48,7 +48,14 @@ def worker_views(draw: st.DrawFn, name: str) -> WorkerView:
     )
     ejected_until = draw(st.sampled_from([0.0, 5.0, float("inf")]))
     return WorkerView(
-        info, role, draw(loads), draw(costs), draw(st.integers(0, 5000)), draw(st.booleans()), ejected_until
+        info,
+        role,
+        draw(loads),
+        draw(costs),
+        draw(st.integers(0, 5000)),
+        draw(st.booleans()),
+        ejected_until,
+        draw(st.none() | st.dictionaries(st.sampled_from(NAMES), seconds, min_size=1)),
     )
 
 

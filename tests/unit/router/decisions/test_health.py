@@ -73,3 +73,26 @@ def test_a_new_generation_begins_without_a_record() -> None:
     fail(health, 1)
     health.forget("w")
     assert health.ejected_until("w") == 0
+
+
+def test_two_that_fail_each_other_are_not_paired_for_a_while_though_both_are_sound() -> None:
+    health = Health(max_failures=3, eject_seconds=5)
+    for _ in range(3):
+        health.peer_failed("d", "p", TransferFailed("x"), 0.0)
+        health.served("e", "p", handed_off=True)
+        health.served("d", "q", handed_off=True)
+    assert (health.ejected_until("p"), health.ejected_until("d")) == (0, 0)
+    assert (health.unlinked("d"), health.unlinked("e")) == ({"p": 5}, None)
+    version = health.version
+    health.peer_failed("d", "p", TransferFailed("x"), 6.0)
+    assert health.unlinked("d") == {"p": 16}
+    health.served("d", "p", handed_off=False)  # decode had the prompt: nothing passed between them
+    assert health.unlinked("d") == {"p": 16}
+    health.served("d", "p", handed_off=True)
+    assert health.unlinked("d") is None
+    assert health.version == version + 2
+    for gone in ("d", "p"):
+        for _ in range(3):
+            health.peer_failed("d", "p", TransferFailed("x"), 20.0)
+        health.forget(gone)
+        assert health.unlinked("d") is None

@@ -232,6 +232,14 @@ def test_nobody_is_a_closed_set_of_reasons() -> None:
     assert refused(replace(ASK, max_tokens=10**6), d("d")) == "context"
 
 
+def test_two_without_a_link_are_not_paired_until_it_is_time_to_try_again() -> None:
+    torn = replace(d("d"), unlinked={"p1": 5.0})
+    view = [p("p1"), p("p2", load=Load(waiting_prefill_tokens=300))]
+    assert placed(ASK, *view, torn, now=4.0) == ("d", "p2")
+    assert placed(ASK, *view, torn, now=5.0) == ("d", "p1")
+    assert placed(ASK, p("p1"), torn, now=4.0) == ("d", None)
+
+
 def test_a_pinned_decode_worker_is_kept_and_only_the_prefill_is_placed() -> None:
     ask = replace(ASK, decode="d1", excluded=frozenset({"p1"}))
     busy = d("d1", load=Load(num_running=60, context_tokens=60_000), draining=True, ejected_until=9.0)
