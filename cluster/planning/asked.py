@@ -4,7 +4,7 @@ An unknown key or an impossible value raises ConfigError with the key, the value
 """
 
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -136,6 +136,7 @@ class PlanAsked(_Section):
         default=None, description="null: as the weights, bfloat16 where those are quantised"
     )
     gpus: list[GpuAsked] = Field(min_length=1)
+    serve: Literal["any", "disaggregated", "aggregated"] = "any"
     traffic: TrafficAsked
     slo: SloAsked
     headroom: HeadroomAsked = HeadroomAsked()

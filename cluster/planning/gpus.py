@@ -4,7 +4,8 @@ Measured cards are those of cluster.simulation.cards, taken apart by the shape t
 bfloat16), so that another model's times follow from its own bytes and operations:
 
     read_bytes_per_second   0.97 of the card's copy rate: with it, weights ÷ rate + 31 µs a layer gives the decode steps of
-                            the 8B shape (4.62 ms), of 20 layers of the 70B shape (9.38 ms) and of half of those (5.33 ms)
+                            the 8B shape (4.62 ms), of 20 layers of the 70B shape (9.38 and, in another run, 9.85 ms) and of
+                            two ranks of those (5.45 ms)
     layer_seconds           what is left of a decode step: launches, norms, latency; by layer, whatever its width
     attention_flops         the paged attention kernel's at 8,192 tokens
     matrix_flops            a prompt's linear layers ÷ the seconds a token that, beside attention and a base a step, fit the
@@ -29,6 +30,7 @@ MEASURED_COPY = {"h100": 3020.5409e9, "h200": 4268.6722e9}  # docs/benchmarks/ke
 PAGED_FLOPS = {"h100": 390.2143e12, "h200": 346.0914e12}  # the same: prefill_8k_paged_tflops
 FULL_STEP_TOKENS = 8192
 # Half of the 70B shape's 20 layers, 41 sums: 5.33 ms − weights ÷ rate − layers (docs/benchmarks/parallel-half-h200.json).
+# Alone a sum with its norm takes 5 µs at 16 KiB and 8 at 1 MiB (parallel-h200.json).
 SUM_SECONDS = 8e-6
 
 Origin = Literal["measured", "scaled", "data sheet", "given"]

@@ -79,7 +79,7 @@ def make(asked: PlanAsked, model: ModelSpec, say: Say = lambda line: None) -> Pl
             max_num_seqs=asked.engine.max_num_seqs,
             max_step_tokens=asked.engine.max_step_tokens,
         )
-        ways += found
+        ways += [option for option in found if asked.serve in ("any", option.kind)]
         unreachable += missed
     if not ways:
         nearest = max(unreachable, key=lambda one: one.attainment)

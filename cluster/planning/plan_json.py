@@ -41,6 +41,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             **_option_json(option),
             "holds_in_simulation": chosen.holds if chosen.rounds else None,
             "reason": option.reason,
+            "cluster": cluster(plan),
             "predicted": prediction_json(plan.prediction),
             "predicted_without_spare": prediction_json(option.predict(option.needed, plan.load, asked.slo.target)),
             "simulated": chosen.full.as_json() if chosen.full is not None else None,
@@ -65,6 +66,31 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "assumptions": plan.assumptions,
         "unknowns": plan.unknowns,
         "warnings": plan.warnings,
+    }
+
+
+def cluster(plan: Plan) -> dict[str, Any]:
+    """The part of a cluster's file that the plan decides. `kv_bytes` is one for all: the smaller worker's."""
+    option, engine = plan.option, plan.asked.engine
+    pools: dict[str, Any] = {}
+    for role, budget in (
+        ("prefill", option.prefill_budget),
+        ("decode", option.decode_budget),
+        ("unified", option.decode_budget),
+    ):
+        if number := getattr(option.pools, role):
+            layout = budget.layout
+            pools[role] = {"role": role, "replicas": number, "tp": layout.tp, "pp": layout.pp}
+    used = [option.decode_budget] if option.kind == "aggregated" else [option.prefill_budget, option.decode_budget]
+    return {
+        "pools": pools,
+        "engine": {
+            "device": "cuda",
+            "dtype": plan.asked.precision,
+            "kv_bytes": min(budget.kv_bytes for budget in used),
+            "max_num_seqs": engine.max_num_seqs,
+            "max_step_tokens": engine.max_step_tokens,
+        },
     }
 
 

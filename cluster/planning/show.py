@@ -1,5 +1,6 @@
 """A plan on a terminal: what to run, whether it holds, what it costs, what if."""
 
+import json
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from cluster.planning.load import Pools
 from cluster.planning.memory import Budget
 from cluster.planning.options import Option, worth_comparing
 from cluster.planning.plan import Plan
+from cluster.planning.plan_json import cluster
 from cluster.planning.prediction import Overload, Prediction
 from cluster.planning.settle import Round, Settled
 
@@ -26,6 +28,7 @@ def show(plan: Plan, console: Console) -> None:
         f"TPOT {asked.slo.tpot_seconds * 1e3:g} ms",
         highlight=False,
     )
+    console.print(_unsure(plan), highlight=False)
     for warning in plan.warnings:
         console.print(f"[yellow]! {warning}[/]", highlight=False)
     for title, table in tables(plan):
@@ -33,6 +36,9 @@ def show(plan: Plan, console: Console) -> None:
         console.print(table)
     if plan.break_even is not None:
         console.print("\n" + broken_even(plan), highlight=False)
+    console.print("\n[bold]In a cluster's file[/]")
+    for section, values in cluster(plan).items():
+        console.print(f"  {section}: {json.dumps(values)}", highlight=False, soft_wrap=True)
     console.print("\n[bold]Stands on[/]")
     for line in plan.assumptions:
         console.print(f"  {line}", highlight=False, style="dim")
@@ -47,6 +53,16 @@ def headline(plan: Plan) -> str:
         f"{said(option.pools)} ({option.layouts}), {option.num_gpus} GPUs, {option.per_month:,.0f} a month, "
         f"{plan.money.per_million:.3f} a million tokens"
     )
+
+
+def _unsure(plan: Plan) -> str:
+    """How many GPUs it would be if all steps were as much faster or slower as the figures are unsure."""
+    gpu = plan.option.gpu
+    counts = [one.num_gpus for one in plan.what_ifs if one.what.startswith("steps × ")]
+    where = "measured" if gpu.is_measured else "from a data sheet, not measured"
+    low, high = (min(found), max(found)) if (found := [one for one in counts if one is not None]) else (0, 0)
+    ends = f"{low} to {high}" if len(found) == len(counts) else f"{low}, or more than can be had,"
+    return f"{gpu.name}'s figures are {where}, ± {gpu.uncertainty:.0%}: {ends} GPUs at their ends"
 
 
 def said(pools: Pools) -> str:

@@ -17,6 +17,7 @@ from cluster.planning.plan import Plan
 from cluster.planning.settle import settle
 from cluster.planning.traffic import burstiness, gap_scv, of
 from headrace import traces
+from headrace.config import EngineConfig, PoolConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.traces import TraceRow
 
@@ -119,6 +120,10 @@ def test_the_json_says_what_the_console_needs_and_where_figures_are_from(found: 
     assert found["chosen"]["rounds"][0]["predicted"]["queue_seconds"]["mean"] > 0
     assert {one["phase"]: one["bound"] for one in found["rooflines"]} == {"prefill": "compute", "decode": "memory"}
     assert found["memory"]["h200"][0]["max_sequences_at_mean_context"] > 0
+    cluster = found["chosen"]["cluster"]
+    pools = {name: PoolConfig(**pool) for name, pool in cluster["pools"].items()}
+    assert sum(pool.replicas * pool.tp * pool.pp for pool in pools.values()) == found["chosen"]["num_gpus"]
+    assert EngineConfig(**cluster["engine"]).kv_bytes > 100e9
     assert found["assumptions"]
     assert found["unknowns"]
 
@@ -202,6 +207,12 @@ def test_a_trace_is_planned_for_its_busiest_minute(tmp_path: pathlib.Path) -> No
     found = made(traffic={"trace": trace}, simulate={"requests": 0})
     assert found.load.requests_per_second == pytest.approx(183 / 60, rel=0.03)
     assert found.traffic.mean_per_second == pytest.approx(297 / 1190, rel=0.01)
+
+
+def test_only_one_kind_may_be_asked_for() -> None:
+    found = made(serve="disaggregated", simulate={"requests": 0}, api=None)
+    assert {one.kind for one in found.ways} == {"disaggregated"}
+    assert found.other is None
 
 
 def test_an_unmeasured_gpu_is_flagged_and_its_doubt_is_in_what_if() -> None:

@@ -142,14 +142,14 @@ def test_ttft_of_a_hand_over_is_within_7_percent_of_two_real_workers(tokens: int
     assert seconds * 1e3 == pytest.approx(found[len(found) // 2], rel=0.07)
 
 
-@pytest.mark.parametrize(
-    ("tp", "batch", "milliseconds", "within"),
-    [(1, 1, 9.376, 0.02), (2, 1, 5.332, 0.02), (1, 64, 11.290, 0.12), (2, 64, 6.234, 0.12)],
-)
-def test_another_shape_follows_from_its_bytes(tp: int, batch: int, milliseconds: float, within: float) -> None:
-    """20 layers of the 70B shape, whole and half of it, as docs/benchmarks/parallel-half-h200.json has them."""
+@pytest.mark.parametrize(("tp", "batch"), [(1, 1), (2, 1), (1, 64), (2, 64)])
+def test_another_shape_follows_from_its_bytes_within_9_percent(tp: int, batch: int) -> None:
+    """20 layers of the 70B shape, on one H200 and on two, as docs/benchmarks/parallel-h200.json has them."""
+    measured = figure("parallel-h200", f"tp1_tpot_b{batch}_ms")
+    if tp == 2:
+        measured /= figure("parallel-h200", f"tp2_speedup_b{batch}")
     cost = cost_model(replace(LLAMA_70B, num_layers=20), find("h200", 1.0), ParallelLayout(tp), Precision())
-    assert cost.decode_step_seconds(batch, batch * 1088) * 1e3 == pytest.approx(milliseconds, rel=within)
+    assert cost.decode_step_seconds(batch, batch * 1088) * 1e3 == pytest.approx(measured, rel=0.09)
 
 
 def test_figures_say_whether_they_were_measured() -> None:
