@@ -60,13 +60,25 @@ def status(cluster: str | None, config: pathlib.Path | None, as_json: bool) -> N
 @command.command(name="explain")
 @click.argument("number", type=int, required=False)
 @click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="How many are listed.")
+@click.option(
+    "--file",
+    "source",
+    type=click.Path(path_type=pathlib.Path),
+    help="Of a run that `explain --json` wrote down before.",
+)
 @click.option("--check", is_flag=True, help="Decide again on the recorded inputs; status 1 when one differs.")
 @_cluster
 def explain(
-    number: int | None, last: int, check: bool, cluster: str | None, config: pathlib.Path | None, as_json: bool
+    number: int | None,
+    last: int,
+    source: pathlib.Path | None,
+    check: bool,
+    cluster: str | None,
+    config: pathlib.Path | None,
+    as_json: bool,
 ) -> None:
     """The last decisions; or one, by its NUMBER: its inputs, the alternatives, what came of it."""
-    now, decisions = _read(_session(cluster, config))
+    now, decisions = (None, _written(source)) if source is not None else _read(_session(cluster, config))
     if number is not None:
         decisions = [one for one in decisions if one.number == number]
     if not decisions:
@@ -91,6 +103,14 @@ def verify(decisions: Sequence[Recorded]) -> None:
 
 def _session(cluster: str | None, config: pathlib.Path | None) -> Session:
     return read(cluster) if config is None else described(load(config), config)
+
+
+def _written(source: pathlib.Path) -> list[Recorded]:
+    """ConfigError when it is not what `explain --json` of this version writes."""
+    try:
+        return [codec.decode(Recorded, one) for one in json.loads(source.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--file: {source} holds no decisions of this version: {error}", key="--file") from error
 
 
 def _read(session: Session) -> tuple[Recorded | None, list[Recorded]]:

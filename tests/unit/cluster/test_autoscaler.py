@@ -1,6 +1,7 @@
 """The autoscaler's turns over a real Valkey: what it reads, what it writes, and what the next one makes of that."""
 
 import asyncio
+import pathlib
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -211,7 +212,9 @@ async def test_arrivals_are_kept_for_forecasts(stage: Stage) -> None:
     assert sum(count for count in arrivals.counts if count > 0) >= 250
 
 
-async def test_explain_lists_shows_and_decides_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_explain_lists_shows_and_decides_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     await grown(stage, stage.autoscaler())
     session = Session(stage.config.name, 0, "", "m", "", "", stage.url)
     monkeypatch.setattr(autoscale, "_session", lambda cluster, config: session)
@@ -223,6 +226,13 @@ async def test_explain_lists_shows_and_decides_again(stage: Stage, monkeypatch: 
     listed = await run("explain", "--check")
     assert "grow" in listed
     assert "2 decided again, the same" in listed
+    file = tmp_path / "run.json"
+    file.write_text(await run("explain", "--json"), encoding="utf-8")
+    assert await run("explain", "2", "--file", str(file)) != ""
+    assert "2 decided again, the same" in await run("explain", "--check", "--file", str(file))
+    file.write_text("[{}]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no decisions of this version"):
+        await run("explain", "--file", str(file))
     shown = await run("explain", "2")
     assert "100 requests/s of 2000 + 250 tokens" in shown
     assert "prefill one more" in shown
