@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from headrace.config import EngineConfig, HandoffConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.logs import configure
+from headrace.otlp import check_endpoint
 from headrace.values import ParallelLayout, Role, WorkerInfo
 from workers.identity import Identity
 from workers.ranks.build import build_executor
@@ -103,6 +104,7 @@ def main(**options: Any) -> None:
 
 def spec_of(options: dict[str, Any]) -> WorkerSpec:
     """ConfigError names the option that is out of its range."""
+    check_endpoint(options["otlp_endpoint"])
     generation = options["generation"]
     direct = ("worker_id", "model_path", "cluster", "redis_url", "redis_budget_seconds", "lease_seconds")
     place = ("host", "port", "node", "fault_hooks", "gpu_hour_price", "otlp_endpoint", "log_format")

@@ -42,7 +42,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(kind: str, level: int = logging.INFO) -> None:
-    """For the whole process, once: `kind` as `logs.format` of the configuration has it."""
+    """For the whole process, once: `kind` as `logs.format` of the configuration has it. Text leaves handlers that there are
+    alone; lines of JSON with other lines between them would be neither."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_TEXT))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler], force=kind == "json")

@@ -65,9 +65,10 @@ class Spans:
 
 
 def open_spans(endpoint: str | None, clock: Clock, service: str, instance: str) -> Spans | None:
-    """None where no endpoint is configured. ConfigError when the library is not installed."""
+    """None where no endpoint is configured. ConfigError when it is none, or the library is not installed."""
     if endpoint is None:
         return None
+    check_endpoint(endpoint)
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -76,6 +77,12 @@ def open_spans(endpoint: str | None, clock: Clock, service: str, instance: str) 
         raise ConfigError(why, key="tracing.otlp_endpoint", value=endpoint) from error
     resource = Resource({"service.namespace": "headrace", "service.name": service, "service.instance.id": instance})
     return Spans(BatchSpanProcessor(_exporter(endpoint)), resource, clock)
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """ConfigError when spans could not be sent there for the look of it."""
+    if endpoint is not None and endpoint.partition("://")[0] not in ("grpc", "http", "https"):
+        raise ConfigError.out_of_range("tracing.otlp_endpoint", endpoint, "grpc://HOST:PORT or http(s)://HOST:PORT")
 
 
 def _exporter(endpoint: str) -> Any:

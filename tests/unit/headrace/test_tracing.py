@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from headrace.clock import ManualClock
+from headrace.config import parse as parse_config
 from headrace.errors import ConfigError
 from headrace.otlp import open_spans
 from headrace.tracing import Sampler, TraceContext, parse
@@ -98,6 +99,14 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_endpoint_that_is_none_is_refused_by_its_name() -> None:
+    allowed = r"tracing\.otlp_endpoint: must be grpc://HOST:PORT.*got 'collector:4317'"
+    with pytest.raises(ConfigError, match=allowed):
+        open_spans("collector:4317", ManualClock(), "s", "i")
+    with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint: must .*got 'collector:4317'"):
+        parse_config("model: m\npools: {a: {role: unified}}\ntracing: {otlp_endpoint: 'collector:4317'}")
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

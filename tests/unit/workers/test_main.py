@@ -41,6 +41,10 @@ def test_options_reach_the_spec() -> None:
         (("--role", "cook"), "'--role'"),
         (("--block-size", "0"), "--block-size: Input should be greater than or equal to 1"),
         (("--pin-seconds", "-1"), "--pin-seconds: Input should be greater than 0"),
+        (
+            ("--otlp-endpoint", "collector:4317"),
+            "must be grpc://HOST:PORT or http(s)://HOST:PORT, got 'collector:4317'",
+        ),
         (("--bogus",), "--bogus"),
     ],
 )
