@@ -70,8 +70,8 @@ class Plan:
         if unknown:
             raise ConfigError(f"{min(unknown)}: no such key")
         said = dict(given)
-        if isinstance(said.get("rates"), str):
-            said["rates"] = rates(said["rates"])
+        given_rates = said.get("rates", ())
+        said["rates"] = rates(given_rates) if isinstance(given_rates, str) else tuple(given_rates)
         if isinstance(said.get("slo"), str):
             said["slo"] = slo(said["slo"])
         return cls(**said)
