@@ -16,7 +16,7 @@ const ICONS = { ok: "✓", idle: "○", unknown: "?", warn: "!", bad: "✕" };
 const WORDS = { ok: "All is well", idle: "Idle", unknown: "Unknown", warn: "Look", bad: "Act" };
 const STALE_SECONDS = 4;
 
-const state = { scene: null, history: { recent: null, day: null }, range: "recent", flows: "workers", paused: false, heardAt: 0, lost: "" };
+const state = { scene: null, history: { recent: null, day: null }, range: "recent", flows: null, paused: false, heardAt: 0, lost: "" };
 
 function show() {
   const scene = state.scene;

@@ -9,13 +9,18 @@ const GAP = 6;
 const MAX_NODES = 14;
 const SIDE = 150;
 
-export function showFlows(flows, between) {
+/** `chosen`: "workers" or "pools"; null: workers, unless most hand-offs are between more pairs than are listed. */
+export function showFlows(flows, chosen) {
+  const all = flows.pools.filter(([from]) => from !== "").reduce((sum, [, , number]) => sum + number, 0);
+  const between = chosen ?? (flows.left_out > all / 2 ? "pools" : "workers");
+  for (const button of document.querySelectorAll("[data-flows]")) set(button, "aria-pressed", String(button.dataset.flows === between));
   const listed = between === "pools" ? flows.pools : flows.pairs;
   const handed = listed.filter(([from]) => from !== "");
   const alone = flows.pools.filter(([from]) => from === "").reduce((sum, [, , number]) => sum + number, 0);
   const total = flows.pools.reduce((sum, [, , number]) => sum + number, 0);
   say(byId("flow-note"), total ? `${count(total - alone)} of ${count(total)} prompts in the last ${Math.round(flows.seconds) || 1} s` : "none in the last minute");
-  say(byId("flow-alone"), alone ? `${count(alone)} prompts were computed where they were decoded.` : "");
+  const few = between === "workers" && flows.left_out ? `The ${flows.pairs.length} busiest pairs are drawn, ${count(flows.left_out)} prompts went between others. ` : "";
+  say(byId("flow-alone"), few + (alone ? `${count(alone)} prompts were computed where they were decoded.` : ""));
   draw(byId("flow-chart"), merged(handed));
   const body = byId("flow-table").tBodies[0];
   keyed(body, listed, ([from, to]) => `${from}\n${to}`, () => h("tr", {}, h("td", {}), h("td", {}), h("td", { class: "number" })), (row, [from, to, number]) => {

@@ -6,7 +6,7 @@ import { count, percent, rate, seconds } from "./format.js";
 
 const TILES = [
   { name: "arrivals", title: "Requests a second", show: (t) => rate(t.arrivals), more: (t) => `${rate(t.ended)} ended` },
-  { name: "generated", title: "Tokens a second", show: (t) => rate(t.generated), more: (t) => `prompts: ${rate(t.prompt_tokens)} in, ${rate(t.computed_tokens)} computed` },
+  { name: "generated", title: "Tokens a second", show: (t) => rate(t.generated), more: (t) => `prompts ${rate(t.prompt_tokens)}, computed ${rate(t.computed_tokens)}` },
   { name: "hit_rate", title: "Cache hit rate", show: (t) => percent(t.hit_rate), more: () => "of prompt tokens, last minute", top: 1 },
   { name: "ttft", title: "Mean TTFT", show: (t) => seconds(t.ttft), more: () => "last minute" },
   { name: "queued", title: "Waiting in routers", show: (t) => count(t.queued), more: (t) => (t.queued ? `${count(t.queued_tokens)} tokens, the oldest ${seconds(t.oldest_queued_seconds)}` : "nobody waits"), top: 4 },

@@ -27,9 +27,12 @@ export async function showWhy(request) {
 
 byId("why-close").addEventListener("click", () => byId("why").close());
 
-const table = (caption, names, rows) =>
-  h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name)))),
-    h("tbody", {}, ...rows.map((cells) => h("tr", {}, ...cells.map((cell, at) => h("td", { class: at ? "number" : null }, String(cell)))))));
+/** The first `words` columns hold words, the others numbers. */
+function table(caption, words, names, rows) {
+  const kind = (at) => ({ class: at < words ? null : "number" });
+  return h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...names.map((name, at) => h("th", kind(at), name)))),
+    h("tbody", {}, ...rows.map((cells) => h("tr", {}, ...cells.map((cell, at) => h("td", kind(at), String(cell)))))));
+}
 
 function explained(found) {
   const usage = found.usage;
@@ -58,11 +61,11 @@ function notes(why) {
 function candidates(why) {
   const rows = [...why.candidates].sort((a, b) => Boolean(a.refused) - Boolean(b.refused) || a.wait_seconds + a.prefill_seconds - b.wait_seconds - b.prefill_seconds);
   const shown = rows.slice(0, MAX_ROWS).map((one) => [one.worker_id, one.role, count(one.cached_tokens), one.refused ? one.refused : seconds(one.wait_seconds), one.refused ? "" : seconds(one.prefill_seconds), one.refused || one.role !== "decode" ? "" : seconds(one.tpot_seconds)]);
-  return table(`Workers compared${rows.length > MAX_ROWS ? ` (${MAX_ROWS} of ${rows.length})` : ""}`, ["worker", "as", "cached tokens", "wait", "prefill", "TPOT joined"], shown);
+  return table(`Workers compared${rows.length > MAX_ROWS ? ` (${MAX_ROWS} of ${rows.length})` : ""}`, 2, ["worker", "as", "cached tokens", "wait", "prefill", "TPOT joined"], shown);
 }
 
 function pairs(why) {
   const rows = [...why.pairs].sort((a, b) => a.price_seconds - b.price_seconds).slice(0, MAX_ROWS);
-  return table("Ways priced", ["way", "price", "TTFT", "transfer", "TPOT", "stall of others"],
+  return table("Ways priced", 1, ["way", "price", "TTFT", "transfer", "TPOT", "stall of others"],
     rows.map((pair) => [way(pair), seconds(pair.price_seconds), seconds(pair.ttft_seconds), seconds(pair.transfer_seconds), seconds(pair.tpot_seconds), seconds(pair.stall_seconds)]));
 }
