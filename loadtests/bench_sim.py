@@ -6,6 +6,8 @@ sim_1000x100k_s       CPU seconds, on one core, of 100,000 requests on 400 prefi
 hot_prefix_balance    busiest prefill worker ÷ mean, 90 % of the traffic on one 4k prefix (`_ttft_p99`: ÷ round robin),
                       near capacity; hot_prefix_idle_* on a fleet that is nearly idle
 shared_block_balance  the same with one first block in every request
+bursts_*_ttft_p90     ÷ the best of least load, round robin and longest prefix, where 26 mean seconds' requests come within one,
+                      once a minute, on a swing of day and night; `smooth` shares nothing, `hot_prefix` as above
 paced_chi2_p          cold prompts, one at a time, on 10 idle pairs: p of χ² that all get alike, the smaller of both pools
 
 Policies over rates on traces: python -m cluster.simulation; docs/routing.md.
@@ -23,6 +25,8 @@ from typing import Any
 
 from loadtests.report import Report, Row, add_arguments
 
+OTHERS = ("least-load", "round-robin", "longest-prefix")
+BENT_SEEDS = (11, 12)
 SEEDS = (11, 12, 13, 14, 15)  # 1 to 10 are those that placement was mended on
 
 
@@ -74,6 +78,25 @@ def measure_paced(report: Report) -> None:
     report.add(Row("paced_chi2_p", min(found), "probability", "higher", 0.01, samples=found))
 
 
+def measure_bursts(report: Report, name: str, shape: str, rate: int, num_requests: int) -> None:
+    """The best other policy is that of all seeds together."""
+    p90 = dict.fromkeys(("ours", *OTHERS), 0.0)
+    ratios, unfinished = [], 0
+    for seed in BENT_SEEDS:
+        words = f"--shape {shape} --rate {rate} --requests {num_requests} --seed {seed} --bursts --day"
+        policies = [word for policy in p90 for word in ("--policy", policy)]
+        found = {run["policy"]: run for run in simulate(*words.split(), *policies)[0]["runs"]}
+        for policy, run in found.items():
+            p90[policy] += run["ttft_seconds"]["p90"] / len(BENT_SEEDS)
+        ratios.append(found["ours"]["ttft_seconds"]["p90"] / min(found[p]["ttft_seconds"]["p90"] for p in OTHERS))
+        unfinished += num_requests - found["ours"]["outcomes"].get("finished", 0)
+    best = min(OTHERS, key=p90.__getitem__)
+    seconds = ", ".join(f"{policy} {its:.3f} s" for policy, its in p90.items())
+    note = f"8 + 8 workers, {num_requests} requests, {rate} a second, seeds {BENT_SEEDS}; {seconds}; {unfinished} unfinished"
+    ratio = p90["ours"] / p90[best]
+    report.add(Row(f"{name}_ttft_p90", ratio, "ratio", "lower", 1.03, samples=ratios, peer_name=best, note=note))
+
+
 def chi2_p(statistic: float, degrees: int) -> float:
     """The chance of a χ² at least so large: the upper incomplete gamma function, by its series of the lower one."""
     a, x = degrees / 2, statistic / 2
@@ -95,16 +118,19 @@ def main() -> int:
     parser.add_argument(
         "--requests", type=int, default=100_000, help="of the speed row, which judges itself at 100,000"
     )
-    parser.add_argument("--only", choices=("speed", "quality"), help="a part of it")
+    parser.add_argument("--only", choices=("speed", "quality", "bursts"), help="a part of it")
     add_arguments(parser)
     arguments = parser.parse_args()
     report = Report("sim")
-    if arguments.only != "speed":
+    if arguments.only in (None, "quality"):
         measure_paced(report)
         measure_shape(report, "hot_prefix", "hot-prefix", 300, 3000)
         measure_shape(report, "hot_prefix_idle", "hot-prefix", 60, 3000)
         measure_shape(report, "shared_block", "shared-block", 150, 2000)
-    if arguments.only != "quality":
+    if arguments.only not in ("speed", "quality"):
+        measure_bursts(report, "bursts_smooth", "smooth", 20, 2400)
+        measure_bursts(report, "bursts_hot_prefix", "hot-prefix", 20, 2400)
+    if arguments.only in (None, "speed"):
         measure_speed(report, arguments.requests)
     return report.close(arguments)
 
