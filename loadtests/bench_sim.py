@@ -6,8 +6,8 @@ sim_1000x100k_s       CPU seconds, on one core, of 100,000 requests on 400 prefi
 hot_prefix_balance    busiest prefill worker ÷ mean, 90 % of the traffic on one 4k prefix (`_ttft_p99`: ÷ round robin),
                       near capacity; hot_prefix_idle_* on a fleet that is nearly idle
 shared_block_balance  the same with one first block in every request
-bursts_*_ttft_p90     ÷ the best of least load, round robin and longest prefix, where 26 mean seconds' requests come within one,
-                      once a minute, on a swing of day and night; `smooth` shares nothing, `hot_prefix` as above
+bursts_*_ttft_p90     ÷ the best of least load, round robin and longest prefix, where 26 mean seconds' requests come within
+                      one, once a minute, on a swing of day and night; `smooth` shares nothing, `hot_prefix` as above
 paced_chi2_p          cold prompts, one at a time, on 10 idle pairs: p of χ² that all get alike, the smaller of both pools
 
 Policies over rates on traces: python -m cluster.simulation; docs/routing.md.
@@ -92,7 +92,7 @@ def measure_bursts(report: Report, name: str, shape: str, rate: int, num_request
         unfinished += num_requests - found["ours"]["outcomes"].get("finished", 0)
     best = min(OTHERS, key=p90.__getitem__)
     seconds = ", ".join(f"{policy} {its:.3f} s" for policy, its in p90.items())
-    note = f"8 + 8 workers, {num_requests} requests, {rate} a second, seeds {BENT_SEEDS}; {seconds}; {unfinished} unfinished"
+    note = f"8 + 8 workers, {num_requests} requests, {rate} a second, seeds {BENT_SEEDS}; {seconds}; unfinished {unfinished}"
     ratio = p90["ours"] / p90[best]
     report.add(Row(f"{name}_ttft_p90", ratio, "ratio", "lower", 1.03, samples=ratios, peer_name=best, note=note))
 
