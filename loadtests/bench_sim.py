@@ -92,7 +92,9 @@ def measure_bursts(report: Report, name: str, shape: str, rate: int, num_request
         unfinished += num_requests - found["ours"]["outcomes"].get("finished", 0)
     best = min(OTHERS, key=p90.__getitem__)
     seconds = ", ".join(f"{policy} {its:.3f} s" for policy, its in p90.items())
-    note = f"8 + 8 workers, {num_requests} requests, {rate} a second, seeds {BENT_SEEDS}; {seconds}; unfinished {unfinished}"
+    note = (
+        f"8 + 8 workers, {num_requests} requests, {rate} a second, seeds {BENT_SEEDS}; {seconds}; {unfinished} failed"
+    )
     ratio = p90["ours"] / p90[best]
     report.add(Row(f"{name}_ttft_p90", ratio, "ratio", "lower", 1.03, samples=ratios, peer_name=best, note=note))
 
