@@ -26,6 +26,9 @@ def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Tra
         "ones do not",
         f"a GPU-hour costs what was given ({gpu.price_per_hour:g}), {HOURS_PER_MONTH:g} hours a month",
     ]
+    if option.kind == "disaggregated":
+        kv = min(option.prefill_budget.kv_bytes, option.decode_budget.kv_bytes)
+        found.append(f"every worker has {kv / 1e9:.1f} GB of KV: engine.kv_bytes is one for all pools")
     if max(option.prefill_budget.layout.tp, option.decode_budget.layout.tp) > 1:
         found.append(
             "tp: a sum of 8 µs twice a layer, and its rows over the link; decode steps of two ranks were measured "

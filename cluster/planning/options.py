@@ -111,6 +111,8 @@ def options(
 
     def made(budget: Budget, other: Budget) -> Worker:
         links = _links(budget.layout, other.layout)
+        # engine.kv_bytes of a cluster's file is one for all pools: what the smaller worker holds.
+        budget = replace(budget, kv_tokens=int(min(budget.kv_bytes, other.kv_bytes) / budget.kv_bytes_per_token))
         return worker_of(
             model,
             gpu,
@@ -130,7 +132,8 @@ def options(
             pools = with_spare(sized.pools, spare)
             found.append(Option(kind, gpu, on_prefill, on_decode, prefill, decode, sized.pools, pools, sized.reason))
         elif isinstance(sized, Unreachable):
-            unreachable.append(sized)
+            where = f"on {gpu.name}, {kind}, {on_prefill.layout} and {on_decode.layout}, "
+            unreachable.append(replace(sized, reason=where + sized.reason))
     found.sort(key=lambda option: (option.per_hour, option.num_gpus, option.pools.num_workers))
     return found, unreachable
 

@@ -257,6 +257,10 @@ def _roofline(plan: Mapping[str, Any]) -> str:
     return _plot("Roofline: log₁₀ FLOP/s over log₁₀ operations a byte", {"roof": roof, **marks}, "log₁₀", zero=False)
 
 
+def _tick(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 COLOURS = ("var(--ours)", "var(--theirs)", "#3f9142", "#8250c8")
 
 
@@ -279,7 +283,7 @@ def _plot(title: str, lines: Mapping[str, Points], x_name: str, *, zero: bool = 
         value = y_low + y_span * step / 4
         _, down = at(x_low, value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{down:.1f}" y2="{down:.1f}" stroke="var(--line)"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
         across, _ = at(x_low + x_span * step / 4, y_low)
         shown = f"{x_low + x_span * step / 4:.3g}"
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{shown}</text>')

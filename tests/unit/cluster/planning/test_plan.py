@@ -154,7 +154,7 @@ def test_pools_that_are_too_small_grow_until_the_simulation_holds(small: Plan) -
         ({"model": "meta-llama/Llama-3.1-405B"}, r"811\.7 GB of weights.*need .* GB more.*What would: GPUs with"),
         (
             {"slo": {"ttft_seconds": 0.01, "tpot_seconds": 0.02}},
-            r"no number of GPUs meets the SLO.*would need 0\.\d+ s",
+            r"no number of GPUs meets the SLO: on h200, .*tp8.*would need 0\.\d+ s",
         ),
         ({"slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.001}}, r"no number of GPUs meets the SLO"),
         (
@@ -207,6 +207,17 @@ def test_a_trace_is_planned_for_its_busiest_minute(tmp_path: pathlib.Path) -> No
     found = made(traffic={"trace": trace}, simulate={"requests": 0})
     assert found.load.requests_per_second == pytest.approx(183 / 60, rel=0.03)
     assert found.traffic.mean_per_second == pytest.approx(297 / 1190, rel=0.01)
+
+
+def test_unlike_layouts_get_the_kv_of_the_smaller_worker() -> None:
+    """A cluster's file has one engine.kv_bytes: 70B on one H200 leaves little, and its decode workers have no more."""
+    found = made(
+        model="meta-llama/Llama-3.1-70B", slo={"ttft_seconds": 2, "tpot_seconds": 0.06}, simulate={"requests": 0}
+    )
+    for option in found.ways:
+        held = {worker.kv_tokens * worker.kv_bytes_per_token for worker in (option.prefill, option.decode)}
+        assert max(held) == pytest.approx(min(held), rel=0.01)
+    assert any(len({one.prefill_budget.layout, one.decode_budget.layout}) == 2 for one in found.ways)
 
 
 def test_only_one_kind_may_be_asked_for() -> None:
