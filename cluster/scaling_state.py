@@ -20,6 +20,7 @@ from router.decisions import codec
 T = TypeVar("T")
 
 KEPT = 256
+NOW_SECONDS = 3600  # a look that is older says nothing of now
 
 
 class ScalingState:
@@ -66,7 +67,7 @@ class ScalingState:
 
         async def write(redis: Any) -> None:
             async with redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._keys.scaling_now, _encoded(now))
+                pipe.set(self._keys.scaling_now, _encoded(now), ex=NOW_SECONDS)
                 for one in records:
                     pipe.hset(self._keys.scaling_decisions, str(one.number), _encoded(one))
                     pipe.hdel(self._keys.scaling_decisions, str(one.number - KEPT))
