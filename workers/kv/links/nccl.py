@@ -66,7 +66,7 @@ class NcclPair:
     def __init__(self, device: torch.device, pair: Pair, me: int, seconds: float) -> None:
         """Blocks until the peer is there. LinkClosed at once when the pair closes."""
         self.closing = pair.closing
-        self._device = device
+        self.staging: list[Tensor] = []  # what NCCL may write until the abort is over: nobody else is given it before
         self._peer = 1 - me
         self._seconds = seconds
 
@@ -76,7 +76,9 @@ class NcclPair:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = FOR_EVER
                 group: Any = dist.ProcessGroupNCCL(pair.store, me, 2, options)
-            pair.closing.on_close(lambda: threading.Thread(target=_abort, args=(group,), daemon=True).start())
+            pair.closing.on_close(
+                lambda: threading.Thread(target=_abort, args=(group, self.staging), daemon=True).start()
+            )
             # NCCL forms a communicator with its first message, on which both ends wait.
             word = torch.zeros(1, dtype=torch.int32, device=device)
             first = group.send if me == SOURCE else group.recv
@@ -148,6 +150,7 @@ class NcclCarrier:
         if slot is None or slot.numel() < num_bytes:
             room = max(num_bytes, MESSAGE_BYTES)
             slot = self._slots[at] = torch.empty(room, dtype=torch.uint8, device=self._pool.tensor.device)
+            self._pair.staging.append(slot)
         return slot[:num_bytes], Slabs(slot.data_ptr(), _slab_of(self._pool.slab, piece))
 
 
@@ -178,9 +181,10 @@ def _to_target(piece: Piece) -> Piece:
     return Piece(0, 0, 0, piece.target_head, piece.num_heads, 0, piece.target_layer, piece.num_layers)
 
 
-def _abort(group: Any) -> None:
+def _abort(group: Any, staging: list[Tensor]) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
+    staging.clear()
 
 
 @contextlib.contextmanager
