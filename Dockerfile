@@ -33,7 +33,7 @@ RUN grep -vE '^(torch|triton|setuptools|sympy|networkx|fsspec)==' constraints.tx
     && /opt/headrace/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
         "torch==${TORCH}" \
     && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
-        --constraint constraints-cuda.txt ".[gpu,nvml,tracing]" "ray[default,client]"
+        --constraint constraints-cuda.txt ".[gpu,nvml,rdma,tracing]" "ray[default,client]"
 
 FROM python:${PYTHON}-slim-bookworm AS base
 # KubeRay asks a node how it is by wget, in a login shell, which knows no ENV: hence the profile.

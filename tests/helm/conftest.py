@@ -76,6 +76,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "config.service_classes.chat.ttft_seconds=2",
         "config.autoscaling.service_class=chat",
     ),
+    "mig": (
+        "two-gpu-types",
+        "pools.h200.pod.gpuResource=nvidia.com/mig-3g.40gb",
+        "pools.h200.role=unified",
+        "config.handoff.rdma=true",
+    ),
     "proxied": ("cpu", "router.service.type=LoadBalancer", "router.gateway.enabled=true", "router.gateway.name=g"),
 }
 

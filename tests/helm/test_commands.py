@@ -119,12 +119,12 @@ def test_whatever_headrace_yaml_may_say_the_chart_lets_through() -> None:
 def test_the_controller_gets_the_bounds_of_every_pool_and_how_it_is_to_decide() -> None:
     settings = ("config.autoscaling.budget_gpus=12", "config.autoscaling.standby_workers=1")
     config = configuration(rendered(example("two-gpu-types"), *settings))
-    assert {name: pool.bounds for name, pool in config.pools.items()} == {"h100": (1, 4), "mig": (2, 8)}
+    assert {name: pool.bounds for name, pool in config.pools.items()} == {"h100": (1, 4), "h200": (2, 8)}
     its = config.autoscaling
     assert (its.mode, its.budget_gpus, its.standby_workers) == ("controller", 12, 1)
     fixed = configuration(rendered(example("two-gpu-types"), "autoscaling.mode=off"))
     assert (fixed.autoscaling.mode, fixed.pools["h100"].bounds) == ("fixed", (2, 2))
-    assert {name: pool.gpu_hour_price for name, pool in fixed.pools.items()} == {"h100": 2.5, "mig": 0.6}
+    assert {name: pool.gpu_hour_price for name, pool in fixed.pools.items()} == {"h100": 2.5, "h200": 3.0}
     tried = configuration(rendered(example("two-gpu-types"), "autoscaling.mode=off", "autoscaling.dryRun=true"))
     assert tried.autoscaling.mode == "dry-run"
 

@@ -21,8 +21,8 @@ WRONG = {
     "Ray's autoscaler without Ray": ("cpu-statefulset", ["autoscaling.mode=controller"], "at '/autoscaling/mode'"),
     "bounds that the chart fills in": (
         "two-gpu-types",
-        ["pools.mig.min_replicas=1"],
-        "at '/pools/mig': additional prop",
+        ["pools.h200.min_replicas=1"],
+        "at '/pools/h200': additional prop",
     ),
     "who decides, said twice": (
         "cpu",
@@ -55,7 +55,6 @@ WRONG = {
         "have 10 ranks, node.count × node.ra",
     ),
     "a pool outside its bounds": ("two-gpu-types", ["pools.h100.replicas=5"], "got 1 ≤ 5 ≤ 4"),
-    "GPU pools that no link joins": ("two-gpu-types", ["pools.h100.role=prefill"], "no link joins GPUs of two pods"),
 }
 
 
@@ -71,10 +70,6 @@ def test_without_pools_it_says_that_there_are_none() -> None:
     done = subprocess.run([tool("helm"), "template", "hr", str(CHART)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "at '/pools': minProperties: got 0, want 1" in done.stderr
-
-
-def test_pools_that_no_link_joins_can_be_had_all_the_same() -> None:
-    rendered(example("two-gpu-types"), "pools.h100.role=prefill", "allowUnlinkedPools=true")
 
 
 def test_what_is_generated_is_up_to_date() -> None:

@@ -1,6 +1,5 @@
 {{/* What a schema cannot say, because it takes arithmetic. Each ends the rendering, with the numbers. */}}
 {{- define "headrace.check" -}}
-{{- $cuda := eq (include "headrace.device" .) "cuda" -}}
 {{- $ranks := 0 -}}
 {{- $roles := dict -}}
 {{- range $name, $pool := .Values.pools -}}
@@ -25,8 +24,5 @@
 {{- end -}}
 {{- if and (eq .Values.topology "perNode") (gt (int $ranks) (int (mul .Values.node.count .Values.node.ranks))) (ne .Values.autoscaling.mode "controller") -}}
   {{- fail (printf "pools: all workers together have %d ranks, node.count × node.ranks is %d" (int $ranks) (int (mul .Values.node.count .Values.node.ranks))) -}}
-{{- end -}}
-{{- if and $cuda (eq .Values.topology "perPool") (hasKey $roles "prefill") (not .Values.allowUnlinkedPools) -}}
-  {{- fail (printf "pools.%s: no link joins GPUs of two pods yet (nvlink reaches within a pod), so its workers could hand nothing over: use topology perNode, or role unified, or set allowUnlinkedPools" (get $roles "prefill")) -}}
 {{- end -}}
 {{- end -}}

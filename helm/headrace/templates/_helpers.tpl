@@ -55,6 +55,9 @@ labels:
 
 {{- define "headrace.device" -}}{{ dig "engine" "device" "cpu" .Values.config }}{{- end -}}
 
+{{/* How GPUs of two pods are joined. */}}
+{{- define "headrace.links" -}}{{ ternary "RDMA (NIXL), else NCCL," "NCCL" (dig "handoff" "rdma" false .Values.config) }}{{- end -}}
+
 {{- define "headrace.cluster" -}}{{ .Values.config.name | default (include "headrace.name" .) }}{{- end -}}
 
 {{/* The one headrace.yaml, as JSON (which is YAML): Helm would write large numbers with an exponent. */}}
