@@ -22,6 +22,7 @@ COMMANDS = {
     "console": "Say where the operator's page is, or serve it from here.",
     "why": "Explain where a request ran: what was compared, predicted, and what happened.",
     "replay-decision": "Make logged placements again, and say which differ.",
+    "profile": "Trace a worker at work, and say what each of its steps cost.",
     "chat": "Talk to the model.",
     "generate": "Complete one prompt.",
     "model": "Fetch a model into a local folder.",

@@ -10,8 +10,12 @@ from headrace.costmodel import CostModel
 from headrace.errors import InternalError, WorkerLost
 from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import BlockCounts, Load, Role
+from workers.ranks.profiles import ProfiledStep, RankProfile
 
 CALL_SECONDS = 2.0
+TRACE_SECONDS = 120.0  # to begin, to end and to write a trace
+MAX_MESSAGE_BYTES = 2**30  # a trace of a thousand steps
+OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class WorkerClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._control = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> "WorkerClient":
@@ -91,6 +95,25 @@ class WorkerClient:
         request = control_pb2.DrainRequest(grace_seconds=grace_seconds)
         answer = await self._call(self._control.Drain, request, grace_seconds + CALL_SECONDS)
         return int(answer.num_cut)
+
+    async def profile(self, num_steps: int, seconds: float) -> tuple[RankProfile, ...]:
+        """Of its next steps, so many or those within `seconds`; by rank."""
+        request = control_pb2.ProfileRequest(num_steps=num_steps, seconds=seconds)
+        answer = await self._call(self._control.Profile, request, seconds + TRACE_SECONDS)
+        return tuple(
+            RankProfile(
+                found.rank,
+                tuple(
+                    ProfiledStep(
+                        *(step.number, step.num_prefill_tokens, step.num_decode_tokens),
+                        *(step.cpu_seconds, step.gpu_seconds, step.idle_seconds),
+                    )
+                    for step in found.steps
+                ),
+                found.trace,
+            )
+            for found in answer.ranks
+        )
 
     async def _call(self, method: Any, request: Any, seconds: float) -> Any:
         try:

@@ -43,7 +43,7 @@ from workers.models.meeting import ROOM_BYTES, DeviceMemory, SmallSums
 from workers.models.parallel import RankContext, form
 from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
-from workers.ranks.rank import MakeRunner
+from workers.ranks.rank_runner import MakeRunner
 from workers.ranks.runner import Runner, make_runner
 from workers.scheduling.plan import StepResult
 from workers.spec import WorkerSpec

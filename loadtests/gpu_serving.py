@@ -28,7 +28,8 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import Store, form
 from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
-from workers.ranks.rank import Launched, keep_for_good
+from workers.ranks.rank import keep_for_good
+from workers.ranks.rank_runner import Launched
 from workers.ranks.runner import Runner
 from workers.scheduling.plan import StepPlan
 from workers.scheduling.scheduler import ChunkDone, StepEvents

@@ -34,7 +34,7 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.weights import LoadProgress, Wanted
 from workers.ranks.answers import Answers
 from workers.ranks.build import build_executor
-from workers.ranks.rank import Launched, RankRunner
+from workers.ranks.rank_runner import Launched, RankRunner
 from workers.ranks.runner import make_runner
 from workers.scheduling.incoming import Incoming
 from workers.scheduling.plan import StepPlan

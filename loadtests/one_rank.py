@@ -16,7 +16,8 @@ from headrace.values import ParallelLayout, Request, RequestKey, SamplingParams
 from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import form
 from workers.models.weights import LoadProgress, Wanted
-from workers.ranks.rank import Launched, UnderWay, keep_for_good
+from workers.ranks.rank import keep_for_good
+from workers.ranks.rank_runner import Launched, UnderWay
 from workers.ranks.runner import Runner
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import StepPlan, StepResult

@@ -1,5 +1,6 @@
 """What operators and the controller ask of one worker, and errors as gRPC statuses."""
 
+from dataclasses import asdict
 from typing import NoReturn, Protocol
 
 import grpc
@@ -10,6 +11,10 @@ from headrace.v1 import control_pb2, control_pb2_grpc
 from headrace.values import BlockCounts, Load, RequestKey, Role, WorkerInfo
 from workers.faults import Fault, Faults
 from workers.handoff.peers import Peers
+from workers.profiles import Profiles
+from workers.ranks.profiles import MOST_STEPS
+
+MOST_SECONDS = 600
 
 
 class Controlled(Protocol):
@@ -64,8 +69,9 @@ class Controlled(Protocol):
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """Control. `faults` None: the worker was started without fault hooks."""
 
-    def __init__(self, worker: Controlled, faults: Faults | None) -> None:
+    def __init__(self, worker: Controlled, profiles: Profiles, faults: Faults | None) -> None:
         self._worker = worker
+        self._profiles = profiles
         self._faults = faults
 
     async def Describe(
@@ -121,6 +127,30 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.CacheResetRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.CacheResetResponse:
         return control_pb2.CacheResetResponse(num_blocks=self._worker.reset_cache())
+
+    async def Profile(
+        self, request: control_pb2.ProfileRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ProfileResponse:
+        if not 1 <= request.num_steps <= MOST_STEPS:
+            error = InvalidRequest.out_of_range("num_steps", request.num_steps, f"from 1 to {MOST_STEPS}")
+            await refuse(context, error)
+        if not 0 < request.seconds <= MOST_SECONDS:
+            error = InvalidRequest.out_of_range("seconds", request.seconds, f"above 0 and at most {MOST_SECONDS}")
+            await refuse(context, error)
+        try:
+            ranks = await self._profiles.take(request.num_steps, request.seconds)
+        except HeadraceError as error:
+            await refuse(context, error)
+        return control_pb2.ProfileResponse(
+            ranks=[
+                control_pb2.RankProfile(
+                    rank=found.rank,
+                    trace=found.trace,
+                    steps=[control_pb2.ProfiledStep(**asdict(step)) for step in found.steps],
+                )
+                for found in ranks
+            ]
+        )
 
     async def Faults(
         self, request: control_pb2.FaultsRequest, context: grpc.aio.ServicerContext

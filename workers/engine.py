@@ -20,6 +20,7 @@ from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, WorkerLost
 from headrace.values import Load, RequestKey, SequenceOutput
 from workers.faults import Faults
+from workers.ranges import NO_RANGES, Ranges
 from workers.ranks.executor import Executor
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import ChunkDone, Scheduler
@@ -61,6 +62,7 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         clock: Clock,
+        ranges: Ranges = NO_RANGES,
         *,
         overlap: bool = True,
         faults: Faults | None = None,
@@ -70,6 +72,7 @@ class Engine:
         self.clock = clock
         self.num_steps = 0
         self._overlap = overlap
+        self._ranges = ranges
         self._faults = faults or Faults()
         self._fit = StepFit()
         self._wake = asyncio.Event()
@@ -125,7 +128,9 @@ class Engine:
                 await self._idle()
                 continue
             flight = flights.popleft()
-            self._postprocess(flight.plan, await self._land(flight), listener)
+            result = await self._land(flight)
+            with self._ranges("postprocess"):
+                self._postprocess(flight.plan, result, listener)
 
     def act_out_faults(self) -> None:
         """Those that change what the scheduler has to do with: a smaller pool, a sequence preempted."""
@@ -136,7 +141,8 @@ class Engine:
 
     def _schedule(self) -> StepPlan | None:
         self.act_out_faults()
-        return self.scheduler.schedule(self.clock.now())
+        with self._ranges("schedule"):
+            return self.scheduler.schedule(self.clock.now())
 
     async def _launch(self, plan: StepPlan, listener: Listener) -> _Flight:
         if self._busy_since is None:

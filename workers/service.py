@@ -42,7 +42,9 @@ from workers.handoff.tickets import Source
 from workers.identity import Identity
 from workers.intake import Intake, RouterSession
 from workers.meters import Meters
+from workers.profiles import Profiles
 from workers.publish import Publisher
+from workers.ranges import ranges_of
 from workers.ranks.executor import Executor
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
@@ -86,17 +88,18 @@ class Worker:
         self._spec = spec
         self._executor = executor
         self._identity = identity
-        self._stall_seconds = spec.engine.stall_seconds
         self._role = spec.role
         self._draining = False
         self._failure: str | None = None
         clock = clock or SystemClock()
         handoff = spec.handoff
         faults = Faults()
+        hooks = faults if spec.fault_hooks else None
         self._ledger = BlockLedger(executor.num_blocks, spec.engine.block_size)
         self._scheduler = _scheduler(spec, identity, self._ledger)
         self._probe = probe(_hasher(identity.compatibility, "", ""))
-        self._engine = Engine(self._scheduler, executor, clock, overlap=spec.engine.overlap, faults=faults)
+        parts = self._scheduler, executor, clock, ranges_of(spec.engine)
+        self._engine = Engine(*parts, overlap=spec.engine.overlap, faults=faults)
         self._meters = Meters(registry or CollectorRegistry())
         spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
         self._parts = Parts(self._meters, spans, clock)
@@ -138,7 +141,7 @@ class Worker:
             transfer_pb2_grpc.add_TransferServicer_to_server: TransferServicer(
                 self._source, self._hello, executor.shape, faults, silent_seconds=handoff.transfer_seconds
             ),
-            control_pb2_grpc.add_ControlServicer_to_server: ControlServicer(self, faults if spec.fault_hooks else None),
+            control_pb2_grpc.add_ControlServicer_to_server: ControlServicer(self, Profiles(executor), hooks),
             health_pb2_grpc.add_HealthServicer_to_server: self._health,
         }
         for add, servicer in servicers.items():
@@ -298,9 +301,9 @@ class Worker:
     def unhealthy_reason(self) -> str:
         if self._failure is not None:
             return self._failure
-        stalled = self._engine.seconds_since_progress()
-        if stalled > self._stall_seconds:
-            return f"no step finished for {stalled:.1f} s though there is work (limit {self._stall_seconds:g} s)"
+        stalled, limit = self._engine.seconds_since_progress(), self._spec.engine.stall_seconds
+        if stalled > limit:
+            return f"no step finished for {stalled:.1f} s though there is work (limit {limit:g} s)"
         return ""
 
     def keys(self) -> tuple[list[RequestKey], list[RequestKey]]:

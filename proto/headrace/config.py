@@ -81,6 +81,7 @@ class EngineConfig(_Section):
         default=30.0, gt=0, le=3600, description="work without a finished step for so long makes a worker NOT_SERVING"
     )
     torch_threads: int = Field(default=1, ge=1, le=256)
+    nvtx: bool = Field(default=False, description="names stretches of time for Nsight Systems; device cuda")
     deterministic: bool = Field(
         default=False,
         description="an answer and its log-probabilities are the same to the bit in any batch, chunking or cache, on "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headrace.errors import CheckpointError, WorkerLost
 from workers.kv.layout import ModelShape, SlabLayout, shard
 from workers.kv.pool import KvPool
-from workers.ranks.rank import Launched, UnderWay
+from workers.ranks.rank_runner import Launched, UnderWay
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 

@@ -1,5 +1,8 @@
 """Two real workers, `python -m workers`, 1 prefill + 1 decode, over gRPC and gloo: the same ids as one alone."""
 
+import asyncio
+import gzip
+import json
 import pathlib
 import signal
 from collections.abc import AsyncIterator
@@ -8,7 +11,9 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+from click.testing import CliRunner
 
+from cluster.cli import cli
 from headrace.v1 import control_pb2
 from headrace.values import PrefillTarget, Request, RequestKey, SamplingParams
 from tests.session import Answer, open_session
@@ -107,3 +112,26 @@ async def test_case_60_sigterm_drains_and_exits_zero(checkpoint: pathlib.Path, t
         assert answer.error is None
         assert len(answer.tokens[0]) == 40
         assert await worker.process.wait() == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_worker_at_work_is_profiled(workers: dict[str, WorkerProcess], tmp_path: pathlib.Path) -> None:
+    """By the command: a table of its next steps, and a trace that names them and what they were made of."""
+    out = tmp_path / "trace.json.gz"
+    options = ["profile", workers["u0"].address, "--steps", "5", "--seconds", "20", "--json", "--out", str(out)]
+    async with open_session(workers["u0"].address, "profiler") as router:
+        profiling = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, cli, options))
+        number = 0
+        while not profiling.done():  # steps that are made before the profile begins are in none
+            number += 1
+            asked = Request(RequestKey(f"profiled-{number}"), tuple(range(3, 23)), SamplingParams(max_tokens=8))
+            await router.submit(asked).end()
+        result = profiling.result()
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(result.output)
+    assert len(rank["steps"]) == 5
+    assert all(step["cpu_seconds"] > 0 for step in rank["steps"])
+    assert sum(step["num_prefill_tokens"] + step["num_decode_tokens"] for step in rank["steps"]) >= 5
+    names = {event["name"] for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]}
+    assert {f"step {step['number']}" for step in rank["steps"]} < names
+    assert "aten::linear" in names

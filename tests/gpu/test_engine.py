@@ -18,7 +18,7 @@ from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import DECODES, Steps, decodes, prompts, random_ids
 from tests.tiny import make_checkpoint, make_variant
 from workers.models.parallel import form
-from workers.ranks.rank import Launched, UnderWay
+from workers.ranks.rank_runner import Launched, UnderWay
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError, InternalError, WorkerLost
-from workers.ranks.rank import Ready, Stepped
+from workers.ranks.messages import Ready, Stepped
 from workers.scheduling.plan import StepResult
 
 MAX_STEPS_IN_FLIGHT = 2

@@ -17,7 +17,7 @@ import secrets
 
 from workers.kv.channel import Channel
 from workers.ranks.group import RankExecutor, RankLimits
-from workers.ranks.rank import MakeRunner
+from workers.ranks.rank_runner import MakeRunner
 from workers.ranks.rendezvous import Child, Rendezvous, end_all, listen, spawn_local
 from workers.spec import WorkerSpec
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from headrace.values import ParallelLayout
 from workers.kv.layout import ModelShape
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.ranks.profiles import RankProfile
 from workers.scheduling.plan import StepPlan, StepResult
 
 
@@ -57,6 +58,14 @@ class Executor(Protocol):
     def digests(self, blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
         """For each (block, filled positions): a digest of those positions over all layers and KV heads, equal for
         equal content whatever the layout. A debug aid and a test's oracle."""
+        ...
+
+    def profile(self, num_steps: int) -> Future[tuple[RankProfile, ...]]:
+        """Of the next steps, so many or as many as come before end_profile(), by every rank in order. One at a time."""
+        ...
+
+    def end_profile(self) -> None:
+        """The profile that is being taken, if any, ends with what it has."""
         ...
 
     def close(self) -> None:

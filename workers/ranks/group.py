@@ -17,26 +17,29 @@ from workers.kv.channel import Channel, ChannelClosed
 from workers.kv.layout import ModelShape
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 from workers.ranks.answers import Answers
-from workers.ranks.rank import (
+from workers.ranks.messages import (
     Build,
     CloseLinks,
     Command,
     Digest,
     Digested,
     End,
+    EndProfile,
     Failed,
-    MakeRunner,
     Ping,
     Pong,
+    Profile,
+    Profiled,
     Pull,
     Pulled,
-    Rank,
     Ready,
     Reply,
     Step,
     Stepped,
-    shared_store,
 )
+from workers.ranks.profiles import RankProfile
+from workers.ranks.rank import Rank, shared_store
+from workers.ranks.rank_runner import MakeRunner
 from workers.ranks.rendezvous import Child, end_all
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
@@ -157,6 +160,15 @@ class RankExecutor:
 
         return self._ask(lambda task: Digest(task, tuple(blocks)), conclude)
 
+    def profile(self, num_steps: int) -> "Future[tuple[RankProfile, ...]]":
+        def conclude(parts: list[RankProfile]) -> tuple[RankProfile, ...]:
+            return tuple(sorted(parts, key=lambda part: part.rank))
+
+        return self._ask(lambda task: Profile(task, num_steps), conclude)
+
+    def end_profile(self) -> None:
+        self._tell(EndProfile())
+
     def close(self) -> None:
         with self._closing:
             if self._closed:
@@ -185,7 +197,9 @@ class RankExecutor:
             self._outbox.put(command)
         self._rank0.tell(command)
 
-    def _ask(self, command: Callable[[int], Digest | Pull], conclude: Callable[[list[Any]], T]) -> "Future[T]":
+    def _ask(
+        self, command: Callable[[int], Digest | Pull | Profile], conclude: Callable[[list[Any]], T]
+    ) -> "Future[T]":
         """Tells all ranks; the future completes with what `conclude` makes of their parts once all have answered."""
         task, future = self._answers.begin_task(conclude)
         if not future.done():
@@ -220,6 +234,8 @@ class RankExecutor:
                     self._lose(error)
             case Digested(task, part):
                 self._answers.answered(rank, task, part)
+            case Profiled(task, profile):
+                self._answers.answered(rank, task, profile)
             case Pulled(task, part):
                 self._answers.answered(rank, task, part)
             case Failed(error):

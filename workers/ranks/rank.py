@@ -9,20 +9,43 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from queue import SimpleQueue
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import torch.distributed as dist
 
 from headrace.errors import HeadraceError, InternalError, WorkerLost
 from workers.kv.channel import Channel, ChannelClosed, connect
-from workers.kv.layout import ModelShape, Shard, SlabLayout, shard
+from workers.kv.layout import ModelShape, Shard, shard
 from workers.kv.links import schemes
-from workers.kv.links.base import BlockPull, KvServer, PeerRanks, PullReceipt
+from workers.kv.links.base import KvServer, PullReceipt
 from workers.kv.links.peers import PeerLinks
 from workers.kv.pool import KvPool
+from workers.ranges import ranges_of
+from workers.ranks.messages import (
+    Build,
+    CloseLinks,
+    Command,
+    Digest,
+    Digested,
+    End,
+    EndProfile,
+    Failed,
+    Join,
+    Ping,
+    Pong,
+    Profile,
+    Profiled,
+    Pull,
+    Pulled,
+    Ready,
+    Reply,
+    Step,
+    Stepped,
+)
+from workers.ranks.profiling import StepProfiler
+from workers.ranks.rank_runner import Launched, RankRunner, UnderWay
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 
@@ -31,157 +54,6 @@ log = logging.getLogger(__name__)
 DIGEST_BYTES = 16
 _TcpStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A step that was launched on a device: `wait` returns its result, None on ranks that do not draw, once the device has
-    done it. Results are awaited in the order of the launches, by one thread, which may be another than the launching one.
-    """
-
-    wait: Callable[[], StepResult | None]
-
-
-# done, with its result where the rank draws, or to be awaited: the same of all steps of a runner. On our word that a step
-# is done peers read what it wrote, and links write what it left.
-Launched = StepResult | None | UnderWay
-
-
-class RankRunner(Protocol):
-    """What a rank computes with. Owned by the rank's step thread; `pool` is read and written by its links beside it."""
-
-    @property
-    def pool(self) -> KvPool: ...
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    @property
-    def slab(self) -> SlabLayout: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def warm_up(self) -> None: ...
-
-    def launch(self, plan: StepPlan) -> Launched:
-        """The result on the last stage's tp rank 0, None on all other ranks."""
-        ...
-
-    def close(self) -> None:
-        """Called last, on all ranks alike, when their steps have ended."""
-        ...
-
-    def abandon(self) -> None:
-        """Another rank is lost: what waits for it ends soon. Called by any thread, at most once, beside anything."""
-        ...
-
-
-# (spec, rank, a torch.distributed store that all ranks of the worker share) → the rank's runner, weights loaded.
-# Sent to the other ranks by pickle: a function of a module, or a functools.partial of one.
-MakeRunner = Callable[[WorkerSpec, int, Any], RankRunner]
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A rank's first word."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Rank 0's answer to Join: what to become. The store is at `store_host`:`store_port`."""
-
-    spec: WorkerSpec
-    make_runner: MakeRunner
-    store_host: str
-    store_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """Carried out between steps, in order with them."""
-
-    task: int
-    blocks: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    task: int
-    peer: PeerRanks
-    blocks: tuple[BlockPull, ...]
-    after_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLinks:
-    peer: tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    pass
-
-
-Command = Step | Digest | Pull | CloseLinks | Ping | End
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Loaded and warm. `block_bytes` is this rank's part of a block."""
-
-    shape: ModelShape
-    num_blocks: int
-    block_bytes: int
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    number: int
-    result: StepResult | None
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    task: int
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """The pull is over on this rank: nothing writes its target blocks any more."""
-
-    task: int
-    outcome: PullReceipt | HeadraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The rank is of no more use."""
-
-    error: HeadraceError
-
-
-@dataclass(frozen=True, slots=True)
-class Pong:
-    pass
-
-
-Reply = Ready | Stepped | Digested | Pulled | Failed | Pong
 
 
 class Rank:
@@ -195,21 +67,29 @@ class Rank:
         self._rank = rank
         self._host = host
         self._reply = reply
-        self._ordered: SimpleQueue[Step | Digest | End] = SimpleQueue()
+        self._ordered: SimpleQueue[Step | Digest | Profile | EndProfile | End] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, float, UnderWay] | None] = SimpleQueue()
         self._ended_at = 0.0
         self._open: tuple[KvServer, PeerLinks] | None = None
         self._runner: RankRunner | None = None
         self._abandoned = False
+        self._ranges = ranges_of(spec.engine)
+        self._profile: tuple[int, StepProfiler] | None = None
         self._thread = self._run(f"rank{rank}", lambda: self._work(make))
 
     def tell(self, command: Command) -> None:
         """Returns at once; the answer comes through `reply`."""
         match command:
-            case Step() | Digest() | End():
+            case Step() | Digest() | Profile() | EndProfile() | End():
                 self._ordered.put(command)
             case Pull(task, peer, blocks, after_step):
-                self._links.pull(peer, blocks, lambda outcome: self._reply(Pulled(task, outcome)), after_step)
+                ended = self._ranges.begin("pull")
+
+                def over(outcome: PullReceipt | HeadraceError) -> None:
+                    ended()
+                    self._reply(Pulled(task, outcome))
+
+                self._links.pull(peer, blocks, over, after_step)
             case CloseLinks(peer):
                 self._links.close_peer(peer)
             case Ping():
@@ -282,7 +162,7 @@ class Rank:
             match self._ordered.get():
                 case Step(plan):
                     began = time.perf_counter()
-                    match runner.launch(plan):
+                    match self._launch(runner, plan):
                         case UnderWay() as under_way:
                             self._launched.put((plan.number, began, under_way))
                         case result:
@@ -290,13 +170,39 @@ class Rank:
                 case Digest(task, blocks):
                     tp = self._spec.layout.tp
                     self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
+                case Profile(task, num_steps):
+                    self._end_profile()
+                    self._profile = task, StepProfiler(self._rank, num_steps, runner.pool.tensor.device)
+                case EndProfile():
+                    self._end_profile()
                 case End():
                     return
+
+    def _launch(self, runner: RankRunner, plan: StepPlan) -> Launched:
+        if self._profile is None:
+            with self._ranges("run"):
+                return runner.launch(plan)
+        _, profiler = self._profile
+        with self._ranges("run"), profiler.step(plan):
+            launched = runner.launch(plan)
+        if profiler.full:
+            self._end_profile()
+        return launched
+
+    def _end_profile(self) -> None:
+        """What it found is read beside further steps."""
+        if self._profile is not None:
+            task, profiler = self._profile
+            self._profile = None
+            profiler.stop()
+            self._run(f"rank{self._rank}-profile", lambda: self._reply(Profiled(task, profiler.read())))
 
     def _await(self) -> None:
         while (launched := self._launched.get()) is not None:
             number, began, under_way = launched
-            self._stepped(number, began, under_way.wait())
+            with self._ranges("await"):
+                result = under_way.wait()
+            self._stepped(number, began, result)
 
     def _stepped(self, number: int, began: float, result: StepResult | None) -> None:
         """A step that was launched behind another lasts from that one's end."""

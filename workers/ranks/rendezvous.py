@@ -12,8 +12,8 @@ from subprocess import TimeoutExpired
 
 from headrace.errors import WorkerLost
 from workers.kv.channel import Channel, ChannelClosed, Listener
+from workers.ranks.messages import Join
 from workers.ranks.process import TOKEN_VARIABLE
-from workers.ranks.rank import Join
 
 Child = subprocess.Popen[bytes]
 

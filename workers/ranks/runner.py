@@ -27,7 +27,7 @@ from workers.models.transformer import Transformer
 from workers.models.weights import LoadProgress, Wanted, load, no_progress
 from workers.ranks.graphs import DecodeGraphs, GraphMemory
 from workers.ranks.prompt_graphs import PromptGraphs
-from workers.ranks.rank import Launched, UnderWay
+from workers.ranks.rank_runner import Launched, UnderWay
 from workers.ranks.returning import Returning
 from workers.ranks.rows import PromptInputs, Rows, StepInputs
 from workers.ranks.sampler import Draw, Drawn, Sampler

@@ -109,6 +109,46 @@ class CacheResetResponse(_message.Message):
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("num_steps", "seconds")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    seconds: float
+    def __init__(self, num_steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[RankProfile]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[RankProfile, _Mapping]]] = ...) -> None: ...
+
+class RankProfile(_message.Message):
+    __slots__ = ("rank", "steps", "trace")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    steps: _containers.RepeatedCompositeFieldContainer[ProfiledStep]
+    trace: bytes
+    def __init__(self, rank: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[ProfiledStep, _Mapping]]] = ..., trace: _Optional[bytes] = ...) -> None: ...
+
+class ProfiledStep(_message.Message):
+    __slots__ = ("number", "num_prefill_tokens", "num_decode_tokens", "cpu_seconds", "gpu_seconds", "idle_seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    cpu_seconds: float
+    gpu_seconds: float
+    idle_seconds: float
+    def __init__(self, number: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., gpu_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
+
 class FaultsRequest(_message.Message):
     __slots__ = ("faults",)
     FAULTS_FIELD_NUMBER: _ClassVar[int]

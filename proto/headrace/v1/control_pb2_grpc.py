@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=headrace_dot_v1_dot_control__pb2.CacheResetRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_control__pb2.CacheResetResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/headrace.v1.Control/Profile',
+                request_serializer=headrace_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_control__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Faults = channel.unary_unary(
                 '/headrace.v1.Control/Faults',
                 request_serializer=headrace_dot_v1_dot_control__pb2.FaultsRequest.SerializeToString,
@@ -89,6 +94,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """torch's trace of the next steps of a worker at work, and what each cost. One at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Faults(self, request, context):
         """Only where the worker was started with fault hooks; UNIMPLEMENTED elsewhere.
         """
@@ -118,6 +130,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.CacheReset,
                     request_deserializer=headrace_dot_v1_dot_control__pb2.CacheResetRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_control__pb2.CacheResetResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=headrace_dot_v1_dot_control__pb2.ProfileRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_control__pb2.ProfileResponse.SerializeToString,
             ),
             'Faults': grpc.unary_unary_rpc_method_handler(
                     servicer.Faults,
@@ -233,6 +250,33 @@ class Control:
             '/headrace.v1.Control/CacheReset',
             headrace_dot_v1_dot_control__pb2.CacheResetRequest.SerializeToString,
             headrace_dot_v1_dot_control__pb2.CacheResetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Control/Profile',
+            headrace_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+            headrace_dot_v1_dot_control__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

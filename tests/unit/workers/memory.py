@@ -18,6 +18,7 @@ from headrace.values import ParallelLayout, SamplingParams, TokenLogprobs
 from workers.kv.layout import ModelShape
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 from workers.kv.links.choice import AWAIT_STEPS
+from workers.ranks.profiles import RankProfile
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 VOCAB = 997
@@ -53,6 +54,7 @@ class MemoryExecutor:
         self.go_steps.set()
         self.go_pulls.set()
         self.num_steps = 0
+        self.profiling: Future[tuple[RankProfile, ...]] = Future()
         self.num_pulled = 0
         self.asked_ahead = 0
         self.pull_error: Exception | None = None
@@ -150,6 +152,14 @@ class MemoryExecutor:
     def close_links(self, peer: tuple[str, int]) -> None:
         if (cut := self._cut.pop(peer, None)) is not None:
             cut.set()
+
+    def profile(self, num_steps: int) -> Future[tuple[RankProfile, ...]]:
+        """Ends when it is told to."""
+        self.profiling = Future()
+        return self.profiling
+
+    def end_profile(self) -> None:
+        self.profiling.set_result((RankProfile(0, (), b""),))
 
     def digests(self, blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
         future: Future[tuple[bytes, ...]] = Future()

@@ -290,6 +290,20 @@ async def test_case_30_a_cache_reset_forgets_prefixes() -> None:
         assert cold.usage.cached_tokens == 0
 
 
+async def test_one_profile_is_taken_at_a_time_and_ends_in_time() -> None:
+    async with a_worker() as rig:
+        request = control_pb2.ProfileRequest(num_steps=10, seconds=0.01)
+        first = asyncio.ensure_future(rig.control.Profile(request))
+        second = asyncio.ensure_future(rig.control.Profile(request))
+        done = await asyncio.gather(first, second, return_exceptions=True)
+        (error,) = [each for each in done if isinstance(each, grpc.aio.AioRpcError)]
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert [found.rank for found in (await rig.control.Profile(request)).ranks] == [0]
+        for wrong in ({"num_steps": 0, "seconds": 1.0}, {"num_steps": 1, "seconds": 0.0}):
+            with pytest.raises(grpc.aio.AioRpcError, match="must be"):
+                await rig.control.Profile(control_pb2.ProfileRequest(**wrong))
+
+
 async def test_faults_need_fault_hooks() -> None:
     async with a_worker(fault_hooks=False) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

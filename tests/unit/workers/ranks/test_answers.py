@@ -4,7 +4,7 @@ import pytest
 
 from headrace.errors import InternalError, WorkerLost
 from workers.ranks.answers import Answers
-from workers.ranks.rank import Stepped
+from workers.ranks.messages import Stepped
 from workers.scheduling.plan import StepResult
 
 RESULT = StepResult(1, (7,))
