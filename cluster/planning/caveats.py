@@ -94,6 +94,11 @@ def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Pr
                 found.append(
                     f"{name}: predicted {ours * 1e3:.1f} ms, simulated {theirs * 1e3:.1f} ms: believe the simulation"
                 )
+        if not chosen.full.settled:
+            found.append(
+                f"{chosen.full.num_requests} simulated requests are too few for pools to fill: TPOT will be higher, raise "
+                "simulate.requests"
+            )
         if chosen.full.scale < 1:
             found.append(f"simulated on {chosen.full.scale:.0%} of the pools with as much of the traffic")
     if traffic.peak.gap_scv == 1.0 and asked.traffic.burstiness is None and asked.traffic.trace is None:

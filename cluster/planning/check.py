@@ -17,8 +17,10 @@ from headrace.goodput import Slo
 from headrace.values import Role
 
 BLOCK_SIZE = 32
-WARM_UP = 0.2  # of a run's requests: caches and fits fill
-SETTLED_STAYS = 2.0  # a run lasts at least so many times as a request stays
+WARM_UP = 0.2  # of a run at least: caches and fits fill
+MOST_WARM_UP = 0.6
+FILL_STAYS = 1.5  # and so many times as a request stays: pools fill
+SETTLED_STAYS = 2.0  # after that a run lasts at least so many more
 PROPORTION = 1.04  # by which pools that are cut may differ
 MOST_TIMES = 3  # as many requests as were asked for, where a run would else be too short
 MOST_TOKENS = 800_000  # that a run may generate: seconds of one core
@@ -27,7 +29,8 @@ MOST_TOKENS = 800_000  # that a run may generate: seconds of one core
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """What a run showed, of requests after warm-up. `scale`: the part of the pools that ran; goodput is of the whole.
-    `deviation`: of `attainment`, by how few requests it was counted on."""
+    `deviation`: of `attainment`, by how few requests it was counted on. Not `settled`: the run ended before pools were as
+    full as they get, and looks too well."""
 
     pools: Pools
     scale: float
@@ -43,6 +46,7 @@ class Simulated:
     prefill_busy: float | None
     handed_over: float
     unfinished: int
+    settled: bool
 
     def holds(self, target: Target) -> bool:
         return self.attainment >= target.attainment
@@ -60,19 +64,28 @@ def card(worker: Worker, name: str) -> Card:
 def part(
     pools: Pools, per_second: float, num_requests: int, most_requests: int, stay_seconds: float
 ) -> tuple[Pools, float, int]:
-    """(pools, requests a second, requests) of a run that lasts as long as it must, at least `num_requests` and at most
-    `most_requests`; where those are too few, of a part of the pools that keeps their proportions."""
-    needed = math.ceil(SETTLED_STAYS * per_second * stay_seconds / (1 - WARM_UP))
-    sizes = [number for number in (pools.prefill, pools.decode, pools.unified) if number]
-    shrink = min(max(needed / most_requests, 1.0), float(min(sizes)))
+    """(pools, requests a second, requests) of a run that lasts as long as it must, of at least `num_requests`. Where more
+    than `most_requests` were needed, of a part of the pools that keeps their proportions; beyond twice as many never."""
+    needed = _needed(per_second, stay_seconds)
+    sizes = [number for number in _sizes(pools) if number]
+    shrink = min(needed / most_requests * PROPORTION, float(min(sizes)))
     while shrink > 1:
         small = Pools(*(round(number / shrink) for number in (pools.prefill, pools.decode, pools.unified)))
         kept = [new / old for new, old in zip(_sizes(small), _sizes(pools), strict=True) if old]
         if max(kept) <= PROPORTION * min(kept):
             # The rate follows the pool that was cut least, so that none is let off.
-            return small, per_second * max(kept), max(num_requests, min(math.ceil(needed * max(kept)), most_requests))
+            return (
+                small,
+                per_second * max(kept),
+                max(num_requests, min(math.ceil(needed * max(kept)), 2 * most_requests)),
+            )
         shrink *= 0.97
-    return pools, per_second, max(num_requests, min(needed, most_requests))
+    return pools, per_second, max(num_requests, min(needed, 2 * most_requests))
+
+
+def _needed(per_second: float, stay_seconds: float) -> int:
+    """Requests until pools have filled and shown what they do then."""
+    return math.ceil((FILL_STAYS + SETTLED_STAYS) * per_second * stay_seconds)
 
 
 def _sizes(pools: Pools) -> tuple[int, int, int]:
@@ -110,7 +123,7 @@ def simulate(
     rows = traffic.replay(rate, number)
     tally = Tally(fleet.roles)
     Simulation(fleet, "ours", tally, seed=seed).run(rows)
-    begun = rows[int(len(rows) * WARM_UP)].seconds
+    begun = min(max(WARM_UP * rows[-1].seconds, FILL_STAYS * stay_seconds), MOST_WARM_UP * rows[-1].seconds)
     busy = _busy(tally, begun, rows[-1].seconds)
     tally.served = [one for one in tally.served if one.arrived_at >= begun]
     slo = Slo(target.ttft_seconds, target.tpot_seconds)
@@ -133,6 +146,7 @@ def simulate(
         prefill_busy=busy,
         handed_over=sum(one.prefill is not None for one in tally.served) / counted,
         unfinished=sum(one.outcome != "finished" for one in tally.served),
+        settled=number >= _needed(rate, stay_seconds),
     )
 
 
