@@ -81,6 +81,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "pools.h200.pod.gpuResource=nvidia.com/mig-3g.40gb",
         "pools.h200.role=unified",
         "config.handoff.rdma=true",
+        "workers.kernelCacheClaim=kernels",
     ),
     "proxied": ("cpu", "router.service.type=LoadBalancer", "router.gateway.enabled=true", "router.gateway.name=g"),
 }

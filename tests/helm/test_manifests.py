@@ -15,6 +15,7 @@ from router.__main__ import CLOSE_SECONDS
 from tests.helm.conftest import (
     CHART,
     EXAMPLES,
+    VARIANTS,
     Manifest,
     containers,
     example,
@@ -79,6 +80,18 @@ def test_a_pod_mounts_what_it_names(manifests: list[Manifest]) -> None:
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
         mounted = {mount["name"] for container in containers(template) for mount in container["volumeMounts"]}
         assert mounted == volumes, name
+
+
+def test_compiled_kernels_are_kept_where_there_is_a_claim_for_them() -> None:
+    name, *settings = VARIANTS["mig"]
+    for kept, template in (
+        (True, pod_templates(rendered(example(name), *settings))["RayCluster/h200"]),
+        (False, pod_templates(rendered(example(name)))["RayCluster/h200"]),
+    ):
+        (worker,) = template["spec"]["containers"]
+        folder = next(entry["value"] for entry in worker["env"] if entry["name"] == "TRITON_CACHE_DIR")
+        assert any(mount["mountPath"] == folder for mount in worker["volumeMounts"]) is kept
+        assert folder.startswith("/tmp/") is not kept
 
 
 def test_case_60_a_pods_grace_is_longer_than_its_drain(manifests: list[Manifest]) -> None:

@@ -123,6 +123,9 @@ spec:
         {{- if .model }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
+        {{- if $pod.kernelCacheClaim }}
+        - {name: kernels, mountPath: /kernels}
+        {{- end }}
         {{- if .sharedMemory }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
@@ -145,6 +148,10 @@ spec:
     {{- if .model }}
     - name: models
       {{- include "headrace.modelVolume" $root | nindent 6 }}
+    {{- end }}
+    {{- with $pod.kernelCacheClaim }}
+    - name: kernels
+      persistentVolumeClaim: {claimName: {{ . }}}
     {{- end }}
     {{- with .sharedMemory }}
     - name: shared-memory
@@ -176,7 +183,7 @@ capabilities: {drop: [ALL]}
 {{- define "headrace.commonEnv" -}}
 - {name: HOME, value: /tmp}
 - {name: HF_HOME, value: /tmp/hub}
-- {name: TRITON_CACHE_DIR, value: /tmp/triton}
+- {name: TRITON_CACHE_DIR, value: {{ ternary "/kernels" "/tmp/triton" (ne (.settings.kernelCacheClaim | default "") "") }}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 {{- end -}}
 
