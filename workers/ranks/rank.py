@@ -46,6 +46,7 @@ from workers.ranks.messages import (
 )
 from workers.ranks.profiling import StepProfiler
 from workers.ranks.rank_runner import Launched, RankRunner, UnderWay
+from workers.ranks.starting import Phases
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 
@@ -136,8 +137,12 @@ class Rank:
                 log.info("rank %d: rank 0 is gone, too", self._rank)
 
     def _work(self, make: Callable[[], RankRunner]) -> None:
+        phases = Phases()
         runner = self._runner = make()
+        phases.ended("built")
         runner.warm_up()
+        phases.ended("warm")
+        log.info("rank %d ready: %s", self._rank, phases)
         held = shard(runner.shape, self._spec.layout, self._rank)
         seconds = self._spec.handoff.transfer_seconds
         server = schemes.serve(runner.pool, self._host, seconds, rdma=self._spec.handoff.rdma)

@@ -8,11 +8,13 @@ stage.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from headrace.config import EngineConfig
@@ -32,6 +34,7 @@ from workers.ranks.returning import Returning
 from workers.ranks.rows import PromptInputs, Rows, StepInputs
 from workers.ranks.sampler import Draw, Drawn, Sampler
 from workers.ranks.staging import to_device
+from workers.ranks.starting import Phases, weights_progress
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.spec import WorkerSpec
 
@@ -59,8 +62,20 @@ def make_runner(
     if spec.engine.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    phases = Phases()
     context = form(spec.layout, rank, store, device=device)
-    return Runner(checkpoint, spec.layout, rank, spec.engine, context, record_margins=record_margins, fill=fill)
+    phases.ended("joined")
+    watched = weights_progress(Console(stderr=True)) if rank == 0 else nullcontext(no_progress)
+    with watched as progress:
+        runner = Runner(
+            *(checkpoint, spec.layout, rank, spec.engine, context),
+            record_margins=record_margins,
+            fill=fill,
+            progress=progress,
+        )
+    phases.ended("model and weights")
+    log.info("rank %d: %s", rank, phases)
+    return runner
 
 
 def slab_of(shape: ModelShape, layout: ParallelLayout, rank: int, engine: EngineConfig) -> SlabLayout:
