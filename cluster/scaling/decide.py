@@ -9,7 +9,7 @@
 Equal inputs give equal decisions, in any process: what was recorded is decided again by this very function.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.scaling.moves import FLIP_SHARE, Plan, grow, is_blocked, shrink
@@ -146,7 +146,7 @@ def _to_zero(plan: Plan) -> None:
 def _remember(inputs: Inputs, found: Needs) -> tuple[Past, ...]:
     """The most of each part of the hold, the running one with what is needed now."""
     part = inputs.rules.hold_seconds / PARTS
-    past = [one for one in inputs.memory.past if one.since > inputs.now - inputs.rules.hold_seconds - part]
+    past = list(_since(inputs.memory.past, inputs.now - inputs.rules.hold_seconds))
     if past and past[-1].since > inputs.now - part:
         last = past.pop()
         return (
@@ -154,6 +154,12 @@ def _remember(inputs: Inputs, found: Needs) -> tuple[Past, ...]:
             Past(last.since, _larger(last.workers, found.workers), _larger(last.with_margin, found.with_margin)),
         )
     return (*past, Past(inputs.now, dict(found.workers), dict(found.with_margin)))
+
+
+def _since(past: Sequence[Past], start: float) -> Sequence[Past]:
+    """Those that reach beyond `start`: each lasts until the next, however far apart the turns are."""
+    ended = sum(following.since <= start for following in past[1:])
+    return past[ended:]
 
 
 def _larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
@@ -165,7 +171,7 @@ def _most(
 ) -> Callable[[Role], float]:
     """The most of a role that was needed within so many seconds. Less than that is known: whatever there is."""
     known = bool(past) and past[0].since <= inputs.now - seconds + 1e-9
-    within = [one for one in past if one.since > inputs.now - seconds - inputs.rules.hold_seconds / PARTS]
+    within = _since(past, inputs.now - seconds)
 
     def most(role: Role) -> float:
         if not known:

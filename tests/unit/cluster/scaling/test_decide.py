@@ -28,6 +28,15 @@ def test_more_load_brings_more_workers_at_once_and_less_takes_them_away_only_aft
     )
 
 
+def test_turns_that_are_far_apart_take_away_too() -> None:
+    """A busy machine's turns were seconds apart at a hold of two: of the whole hold nothing was ever known."""
+    world = World(rules(hold_seconds=900.0))
+    up = world.turn(traffic(100.0)).pools["prefill"].replicas
+    sizes = [world.turn(traffic(20.0), seconds=400.0).pools["prefill"].replicas for _ in range(6)]
+    assert sizes[0] == up
+    assert sizes[-1] < up
+
+
 def test_what_is_ahead_is_made_ready_for() -> None:
     now, ahead = World(rules()), World(rules())
     assert ahead.turn(traffic(20.0), peak=100.0).pools == now.turn(traffic(100.0)).pools
