@@ -123,9 +123,15 @@ def test_case_65_without_rays_head_serving_goes_on_until_the_cluster_is_ended_in
 
 def test_up_status_generate_chat_down(operator: Operator, config: pathlib.Path) -> None:
     events = lines(operator.said("up", str(config), "--detach", "--json"))
-    assert [event["name"] for event in events if event.get("done")] == ["model", "redis", "ray", "workers", "router"]
+    done = [event["name"] for event in events if event.get("done")]
+    assert done == ["model", "redis", "console", "ray", "workers", "router"]
     session = events[-1]["session"]
     assert session["ready"]
+    assert operator.said("console") == f"{session['console_url']}\n"
+    with httpx.stream("GET", f"{session['console_url']}stream", trust_env=False) as stream:
+        scenes = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith('data: {"at"'))
+        pools = ([(pool["name"], pool["ready"]) for pool in scene["pools"]] for scene in scenes)
+        assert next(ready for ready in pools if ready == [("decode", 1), ("prefill", 1)])
 
     again = operator.run("up", str(config))
     assert again.returncode == 1

@@ -104,6 +104,7 @@ async def test_a_keeper_comes_and_goes_and_what_serves_goes_on(tmp_path: pathlib
 
         await until(both_serve)
         await until(lambda: answers(f"{router}/ready"))
+        assert await answers(f"{kept.http}/console/")
 
         async def handed_over() -> bool:
             return await kept.path(secrets.token_hex(4)) == ("prefill-0", "decode-0")

@@ -169,3 +169,13 @@ def test_case_68_the_small_redis_runs_by_its_arguments(tmp_path: pathlib.Path) -
     finally:
         os.kill(server.pid, signal.SIGTERM)
         server.wait()
+
+
+def test_who_has_a_key_of_the_routers_may_look_at_the_controller_s_console() -> None:
+    for settings, expected in (((), None), (("router.apiKeys.existingSecret=keys",), "/etc/headrace/keys/keys")):
+        template = pod_templates(rendered(example("cpu"), *settings))["Deployment/hr-headrace-controller"]
+        (container,) = containers(template)
+        _, values = parsed(cli, command_line(container)[1:])
+        assert values["api_keys_file"] == (None if expected is None else pathlib.Path(expected))
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert ("/etc/headrace/keys" in mounts) == bool(settings)
