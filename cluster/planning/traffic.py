@@ -6,7 +6,7 @@ gaps, with prefixes that give the hit rate that was asked for.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -112,8 +112,10 @@ def _made(asked: TrafficAsked, max_context_tokens: int, num_rows: int, seed: int
             ids = tuple(range(first, first + num_ids))
         rows.append(TraceRow(len(rows), seconds, num_input, num_output, ids))
         seconds += random.gammavariate(1 / scv, scv)
-    lengths = _sample([(row, min(len(row.prefix_ids) * TOKENS_PER_ID, row.input_tokens)) for row in rows])
     wanted = (asked.input_tokens.mean, asked.output_tokens.mean)
+    if not num_too_long:
+        rows = _stretched(rows, *wanted, max_context_tokens)
+    lengths = _sample([(row, min(len(row.prefix_ids) * TOKENS_PER_ID, row.input_tokens)) for row in rows])
     if not num_too_long:
         lengths = _to_means(lengths, *wanted, hit_rate)
     source = "" if asked.burstiness else ": burstiness was not given"
@@ -133,6 +135,20 @@ def _made(asked: TrafficAsked, max_context_tokens: int, num_rows: int, seed: int
         longest_tokens=max(row.input_tokens + row.output_tokens for row in rows),
         num_too_long=num_too_long,
     )
+
+
+def _stretched(rows: list[TraceRow], input_tokens: float, output_tokens: float, most: int) -> list[TraceRow]:
+    """Rows whose first half, which is what a run replays, has the means that they were drawn around: full pools answer a
+    few per cent more traffic with twice as many more sequences."""
+    half = rows[: max(len(rows) // 2, 1)]
+    wide = input_tokens * len(half) / sum(row.input_tokens for row in half)
+    deep = output_tokens * len(half) / sum(row.output_tokens for row in half)
+    found = []
+    for row in rows:
+        num_output = max(min(round(row.output_tokens * deep), most - 1), 1)
+        num_input = max(min(round(row.input_tokens * wide), most - num_output), 1)
+        found.append(replace(row, input_tokens=num_input, output_tokens=num_output))
+    return found
 
 
 def _drawn(random: Random, asked: TokensAsked) -> int:

@@ -286,6 +286,18 @@ def test_the_sample_of_a_trace_has_the_means_of_the_trace() -> None:
     assert found.output_tokens == pytest.approx(sum(row.output_tokens for row in rows) / len(rows))
 
 
+def test_made_traffic_that_is_replayed_has_the_means_that_were_asked_for() -> None:
+    wanted = asked.TrafficAsked(
+        requests_per_second=8.0,
+        input_tokens=asked.TokensAsked(mean=1000, cv=1.0),
+        output_tokens=asked.TokensAsked(mean=200, cv=1.0),
+    )
+    found = of(wanted, max_context_tokens=100_000, num_rows=400, seed=3)
+    rows = found.replay(5.0, 200)
+    assert sum(row.input_tokens for row in rows) / 200 == pytest.approx(1000, rel=0.002)
+    assert sum(row.output_tokens for row in rows) / 200 == pytest.approx(200, rel=0.005)
+
+
 def test_bursts_longer_than_a_gap_count() -> None:
     """Gaps that hardly vary within a busy and a quiet stretch: counts do."""
     rows, now = [], 0.0
