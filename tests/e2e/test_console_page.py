@@ -1,5 +1,6 @@
 """The console's page in a real browser: what it shows, and what it does with names that are meant to harm."""
 
+import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,14 +14,16 @@ import pytest_asyncio
 
 from cluster.console.recording import read_recording
 from cluster.console.start import replayed, served
+from cluster.scaling_state import ScalingState
 from cluster.state import WorkerRecord
-from headrace.config import ClusterConfig, PoolConfig, RouterConfig, ServiceClassConfig
+from headrace.config import ClusterConfig, ConsoleConfig, PoolConfig, RouterConfig, ServiceClassConfig
 from headrace.reports import ClassCounts, RouterReport
 from headrace.values import BlockCounts, Load, Role
 from router.text.vocabulary import Text
 from tests.browser import browser
 from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.unit.cluster.console.looks import recent, routed
+from tests.unit.cluster.console.test_planned import PLAN, turn
 from tests.unit.cluster.console.world import HOST, Described, World, described, listed, world
 from tests.unit.router.checkpoints import byte_level, write
 
@@ -44,6 +47,12 @@ class Watched:
         await self.page.locator(selector).filter(has_text=text).first.wait_for(timeout=20_000)
 
 
+def planned(folder: Path) -> str:
+    path = folder / "plan.json"
+    path.write_text(json.dumps(PLAN), encoding="utf-8")
+    return str(path)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium() -> AsyncIterator[Any]:
     async with browser() as its:
@@ -59,6 +68,7 @@ async def watched(chromium: Any, redis_url: str, tmp_path_factory: pytest.TempPa
         served_model_name=HARM,
         pools={"decode": PoolConfig(role="decode")},
         service_classes={"chat": ServiceClassConfig(ttft_seconds=0.5)},
+        console=ConsoleConfig(plan=planned(tmp_path_factory.mktemp("plan"))),
     )
     text = Text.load(write(tmp_path_factory.mktemp("tiny"), byte_level()))
     known = {name: replace(recent(name).outline, request_id=name, tenant=HARM) for name in ("mine", HARM)}
@@ -72,6 +82,9 @@ async def watched(chromium: Any, redis_url: str, tmp_path_factory: pytest.TempPa
         there = await stack.enter_async_context(world(config, redis_url))
         proxy = await stack.enter_async_context(a_redis_proxy(urlsplit(redis_url).port or 0))
         await there.control(workers, {"prefill": 1, "decode": 2, HARM: 1}, history={f"{HARM}-1": (1, 2, HARM)})
+        decided = turn(3, 60.0, 2)
+        decided = replace(decided, decision=replace(decided.decision, reason=HARM, notes=(HARM,)), outcome=HARM)
+        await ScalingState(there.store, config.name).commit(decided, [turn(2, 0.0, 2), decided])
         report = replace(routed("r1"), http_address=address)
         await there.report(report)
         url = await stack.enter_async_context(served(config, proxy.url, HOST, 0))
@@ -125,6 +138,19 @@ async def test_hand_offs_are_ribbons_and_a_table(watched: Watched) -> None:
     await watched.page.get_by_role("button", name="pools").click()
     assert "prefill" in await watched.page.locator("#flow-chart").text_content()
     await watched.page.get_by_role("button", name="workers", exact=True).click()
+
+
+async def test_decisions_and_the_plan_stand_beside_what_is(watched: Watched) -> None:
+    page = watched.page
+    assert "100 % prefill and decode apart" in " ".join((await watched.text("#reasons")).split())
+    decisions = page.locator(".decision")
+    assert [(await one.locator(".when").inner_text()) for one in await decisions.all()] == ["now", "60 s ago"]
+    await decisions.first.locator("summary").click()
+    assert HARM in await decisions.first.locator("div p").first.inner_text()
+    rows = page.locator(".planned tbody tr")
+    assert await rows.filter(has_text="decode workers").get_attribute("data-level") == "ok"
+    assert await rows.filter(has_text="targets met").get_attribute("data-level") == "warn"
+    assert "off the plan" in await watched.text("#plan-note")
 
 
 async def test_no_name_or_reason_is_taken_for_html(watched: Watched) -> None:
@@ -235,6 +261,8 @@ async def test_a_thousand_workers_are_a_cell_each_and_as_many_rows_as_are_in_sig
         await page.locator("#filter").fill("decode-69")
         assert await rows.count() == 11
         assert await page.locator("#flow-chart rect").count() <= 28
+        await page.set_viewport_size({"width": 390, "height": 844})
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390
         # Whoever asks, this page makes no HTML of text.
         refused = await page.evaluate(
             "(text) => { try { document.body.innerHTML = text } catch (error) { return error.name } }", HARM

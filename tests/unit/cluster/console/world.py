@@ -68,7 +68,8 @@ class Described:
 async def described(worker: Described) -> AsyncIterator[WorkerRecord]:
     """The worker at an address of its own."""
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(worker, None), server)  # type: ignore[no-untyped-call, arg-type]
+    servicer = ControlServicer(worker, profiles=None, faults=None)  # type: ignore[arg-type]
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port(f"{HOST}:0")
     await server.start()
     try:
