@@ -3,14 +3,16 @@
 import json
 import pathlib
 import re
+from io import StringIO
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from rich.console import Console
 
 from cluster.cli import cli
-from cluster.planning import asked, check, page, plan, plan_json, shapes
+from cluster.planning import asked, check, page, plan, plan_json, shapes, show
 from cluster.planning.load import Pools, Target, Worker
 from cluster.planning.outlook import break_even
 from cluster.planning.plan import Plan
@@ -259,11 +261,19 @@ def test_the_command_prints_json_and_writes_the_page(tmp_path: pathlib.Path) -> 
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
-def test_the_example_is_a_plan() -> None:
-    ran = run(str(EXAMPLE), "--no-simulation")
-    assert ran.exit_code == 0, ran.output
+def test_the_tables_name_what_was_chosen_and_what_is_not_known(small: Plan) -> None:
+    shown = StringIO()
+    show.show(small, Console(file=shown, width=200))
     for title in ("Memory of one GPU", "Ways to serve", "Roofline", "What if", "Stands on", "Does not know"):
-        assert title in ran.stdout
+        assert title in shown.getvalue()
+    assert f"{small.option.num_gpus} GPUs" in shown.getvalue()
+    assert "h200's figures are measured, ± 10%" in shown.getvalue()
+
+
+def test_the_example_is_what_a_plan_takes() -> None:
+    wanted = asked.load(EXAMPLE)
+    assert shapes.known(wanted.model) is not None
+    assert all(one.resolve().is_measured for one in wanted.gpus)
 
 
 @pytest.mark.parametrize(
