@@ -3,7 +3,7 @@ from dataclasses import replace
 from headrace.blocks import BlockHasher, BlockId, probe
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
 from headrace.values import Load, Role
-from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction
+from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction, Told
 from router.decisions.chain import SLICE_BLOCKS, Chain, keys_of
 from router.decisions.index import Index
 from router.decisions.placement import Ask, Placed, place
@@ -61,6 +61,21 @@ def test_an_equal_prompt_finds_the_first_ones_workers_before_their_events_come()
     assert caches.predict(range(80), "", view, 0.0).cached_tokens == {"p": 80}
     assert caches.predict(TOKENS, "another salt", view, 0.0).cached_tokens == {}
     assert caches.predict(range(1, 300), "", view, 0.0).cached_tokens == {}
+
+
+def test_what_another_router_placed_is_found_there_until_its_time_is_over() -> None:
+    """Two copies, cold: the second one's equal prompt goes where the first one's went."""
+    workers = tuple(worker(name, Role.PREFILL) for name in "pq")
+    view = View((*workers, worker("d", Role.DECODE)))
+    told: list[Told] = []
+    one, other = Caches(followed(*view.workers), told.append), Caches(followed(*view.workers))
+    put(one, view)
+    (placement,) = told
+    other.told(placement, view, 10.0)
+    other.told(replace(placement, name="x", worker_id="gone"), view, 10.0)
+    assert other.predict(TOKENS, "", view, 10.0).cached_tokens == {placement.worker_id: 400}
+    assert other.predict(TOKENS, "", view, 10.0).promised == {}
+    assert other.predict(TOKENS, "", view, 10.0 + placement.seconds).cached_tokens == {}
 
 
 def test_a_decode_worker_holds_a_prompt_no_sooner_than_it_came_there() -> None:
