@@ -41,10 +41,12 @@ def command(file: pathlib.Path, as_json: bool, html_path: pathlib.Path | None, n
         _write(html_path, page.page(found))
     if as_json:
         click.echo(json.dumps(found, indent=1))
-        return
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    show.show(made, console)
+    else:
+        console = Console()
+        console.width = max(console.width, TABLE_WIDTH)
+        show.show(made, console)
+    if not made.chosen.holds:
+        raise ConfigError(made.warnings[0])
 
 
 def _model(name: str, beside: pathlib.Path) -> "ModelSpec":

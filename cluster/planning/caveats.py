@@ -69,13 +69,14 @@ def unknowns(asked: PlanAsked, option: Option) -> list[str]:
 
 def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:
     option, target = chosen.option, asked.slo.target
-    found = list(option.gpu.notes)
+    found = []
     if not chosen.holds:
         last = chosen.rounds[-1].simulated
         found.append(
             f"the SLO did not hold in simulation after {len(chosen.rounds)} rounds: {last.attainment:.1%}, and "
             f"{target.attainment:.1%} are asked for"
         )
+    found += option.gpu.notes
     if not asked.held.is_served:
         found.append(
             f"weights in {asked.held.weights} with KV in {asked.held.kv} are arithmetic alone: the engine "

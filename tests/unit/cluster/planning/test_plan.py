@@ -261,6 +261,19 @@ def test_the_command_prints_json_and_writes_the_page(tmp_path: pathlib.Path) -> 
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
+def test_a_plan_that_does_not_hold_in_simulation_is_shown_and_fails(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.planning.settle.MOST_ROUNDS", 1)
+    monkeypatch.setattr("cluster.planning.check.Simulated.holds", lambda self, target: False)
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "serve": "aggregated", "simulate": {"requests": 40}}))
+    ran = run(str(path), "--json")
+    assert ran.exit_code == 1
+    assert "the SLO did not hold in simulation after 1 rounds" in str(ran.exception)
+    assert json.loads(ran.stdout)["chosen"]["holds_in_simulation"] is False
+
+
 def test_the_tables_name_what_was_chosen_and_what_is_not_known(small: Plan) -> None:
     shown = StringIO()
     show.show(small, Console(file=shown, width=200))
