@@ -1,6 +1,7 @@
 """The reference against loops that nobody could get wrong."""
 
 import math
+import pathlib
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from kernels.choose import choose
 from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps
+from kernels.tuning import TUNED, Tuning
 from tests.unit.kernels.batches import filled_pool, paged_batch
 
 pytestmark = pytest.mark.torch
@@ -102,3 +104,8 @@ def test_silu_mul_gates_the_first_half() -> None:
 
 def test_a_cpu_gets_the_reference() -> None:
     assert isinstance(choose(torch.device("cpu")), ReferenceOps)
+
+
+@pytest.mark.parametrize("path", sorted(TUNED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_cards_file_has_every_tile(path: pathlib.Path) -> None:
+    assert Tuning.read(path)
