@@ -69,7 +69,7 @@ def bench(given: Mapping[str, Any]) -> int:
     said = result(plan, points, _environment())
     for line in (said["knee"]["said"] if len(points) > 1 else "", *notes(points)):
         if line:
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, soft_wrap=True)
     if folder is not None:
         _write(folder, plan, points, said, console)
     if not any(point.summary.outcomes[Outcome.FINISHED] for point in points):

@@ -195,6 +195,10 @@ def _fraction(
     if not num_requests:
         return Figure(0.0)
     value = float(good.sum() / num_requests)
+    if value in (0.0, 1.0) and num_requests >= FEWEST:
+        # No draw knows the other outcome; the rule of three does (Hanley and Lippman-Hand, JAMA 249, 1983).
+        unseen = 3 / num_requests
+        return Figure(value, max(value - unseen, 0.0), min(value + unseen, 1.0))
     return _with_interval(value, (draws @ good) / (draws @ sizes), num_requests)
 
 

@@ -115,7 +115,7 @@ def notes(points: Sequence[Point]) -> list[str]:
     found = []
     for point in points:
         one = point.summary
-        found += [f"at {point.rate:g}/s the load generator itself was the bottleneck: {said}" for said in one.strains]
+        found += [f"at {point.rate:g}/s figures are the load generator's, too: {said}" for said in one.strains]
         found += [
             f"at {point.rate:g}/s {number} of {one.num_requests} requests: {error}"
             for error, number in one.errors.items()

@@ -98,7 +98,7 @@ async def test_a_report_says_all_and_needs_nothing_from_elsewhere() -> None:
     )
     page = html.page(replace(PLAN, trace="<b>.jsonl"), [points[0], strained], said, b"a picture")
     assert "&lt;b&gt;.jsonl" in page
-    assert "at 400/s the load generator itself was the bottleneck: it &lt;sent&gt; late" in page
+    assert "at 400/s figures are the load generator&#x27;s, too: it &lt;sent&gt; late" in page
     assert "3 of 30 requests: Overloaded: full" in page
     assert "data:image/png;base64,YSBwaWN0dXJl" in page
     assert "http://host" in page
