@@ -1,4 +1,5 @@
-"""Whole clusters on one Ray of three nodes: any layout hands over to any other, and what dies is replaced.
+"""Whole clusters on one Ray of three nodes: any layout hands over to any other, what dies is replaced, and sizes follow the
+load.
 
 The nodes have 2, 1 and 1 GPUs that nothing computes on: they stand for room, so that placement is real.
 """
@@ -10,6 +11,7 @@ import os
 import pathlib
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import ray
@@ -17,13 +19,17 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
+from cluster.commands.autoscale import verify
 from cluster.control_actor import NAME, namespace
 from cluster.launch import Running, Step, running, watch
 from cluster.pools import actor_name
+from cluster.scaling_state import ScalingState
 from cluster.session import SessionFolder
 from cluster.snapshot import Snapshot, take
+from cluster.state import ControlState
 from headrace.client import AsyncClient, Path
 from headrace.config import (
+    AutoscalingConfig,
     ClusterConfig,
     EngineConfig,
     HandoffConfig,
@@ -31,9 +37,10 @@ from headrace.config import (
     RayConfig,
     RedisConfig,
     RouterConfig,
+    ServiceClassConfig,
 )
 from headrace.errors import Unavailable
-from headrace.store import connect
+from headrace.store import Store, connect
 from headrace.values import ParallelLayout
 from tests.tiny import make_checkpoint
 
@@ -141,27 +148,6 @@ def actor(name: str) -> ray.actor.ActorHandle:
     return ray.get_actor(name, namespace=namespace("e2e"))
 
 
-async def test_a_new_controller_takes_over_what_serves_and_what_redis_lost(
-    serving: Serving, expected: tuple[int, ...]
-) -> None:
-    async with serving(ONE, ONE) as cluster:
-        ids, path = await ask(cluster)
-        assert ids == expected
-        assert (path.prefill_worker, path.decode_worker) == ("prefill-0", "decode-0")
-        assert path.blocks_moved == 6
-
-        first = await asyncio.to_thread(ray.get, actor(NAME).ping.remote())
-        ray.kill(actor(NAME), no_restart=False)
-        store = connect(cluster.session.redis_url, 2.0)
-        await store.call(lambda redis: redis.flushall())
-        await store.close()
-        snapshot = await until(cluster, lambda snapshot: all_ready(snapshot) and bool(snapshot.desired))
-        assert generations(snapshot) == {"prefill-0": 1, "decode-0": 1}, "nothing that served was touched"
-        assert snapshot.desired == {"prefill": 1, "decode": 1}
-        assert await asyncio.to_thread(ray.get, actor(NAME).ping.remote()) != first
-        assert (await ask(cluster, "again"))[0] == expected
-
-
 async def test_a_killed_router_is_started_again(serving: Serving, expected: tuple[int, ...]) -> None:
     async with serving(ONE, ONE) as cluster:
         seen: asyncio.Queue[Step] = asyncio.Queue()
@@ -205,3 +191,130 @@ async def test_case_66_a_pipeline_over_two_nodes_and_a_pair_on_one_fill_exactly_
         ids, path = await ask(cluster)
         assert ids == expected
         assert (path.prefill_worker, path.decode_worker, path.blocks_moved) == ("prefill-0", "decode-0", 6)
+
+
+@dataclass
+class Load:
+    """Clients that ask again as soon as they are answered; each answer is checked, none may fail."""
+
+    cluster: Running
+    num_answered: int = 0
+
+    async def run(self, num_clients: int, num_prompt_tokens: int, num_tokens: int, until: asyncio.Event) -> None:
+        async with AsyncClient(self.cluster.session.grpc_address) as client, asyncio.TaskGroup() as group:
+            for name in range(num_clients):
+                group.create_task(self._ask(client, name, num_prompt_tokens, num_tokens, until))
+
+    async def _ask(
+        self, client: AsyncClient, name: int, num_prompt: int, num_tokens: int, until: asyncio.Event
+    ) -> None:
+        for attempt in itertools.count():
+            if until.is_set():
+                return
+            prompt = [5 + (7 * at + 13 * attempt + name) % 240 for at in range(num_prompt)]
+            parts = client.generate(
+                prompt, max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, cache_salt=f"{name}/{attempt}"
+            )
+            assert sum([len(part.token_ids) async for part in parts]) == num_tokens
+            self.num_answered += 1
+
+
+@contextlib.asynccontextmanager
+async def under(load: Load, num_clients: int, num_prompt_tokens: int, num_tokens: int) -> AsyncIterator[None]:
+    """While the block lasts; what was asked by then is still answered."""
+    over = asyncio.Event()
+    running_load = asyncio.create_task(load.run(num_clients, num_prompt_tokens, num_tokens, over))
+    try:
+        yield
+    finally:
+        over.set()
+        await running_load
+
+
+def roles(snapshot: Snapshot, role: str) -> int:
+    """Workers that serve it, by the controller's word and their own."""
+    return sum(
+        worker.record.phase == "ready"
+        and worker.record.role == role
+        and worker.report is not None
+        and worker.report.role == role
+        for worker in snapshot.workers
+    )
+
+
+@pytest.mark.timeout(400)
+async def test_sizes_and_roles_follow_the_load_within_the_budget(ray_address: str, tmp_path: pathlib.Path) -> None:
+    """A worker comes, a role flips under load while the controller is killed and Redis is flushed, workers go, all of them
+    in the end, and come again for a request that waits; no request fails."""
+    model = make_checkpoint(tmp_path / "wide", "llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    bounds = {"min_replicas": 0, "max_replicas": 4}
+    config = ClusterConfig(
+        name="e2e",
+        model=str(model),
+        pools={
+            "prefill": PoolConfig(role="prefill", replicas=1, **bounds),
+            "decode": PoolConfig(role="decode", replicas=2, **bounds),
+        },
+        service_classes={"chat": ServiceClassConfig(ttft_seconds=2.0, tpot_seconds=0.5)},
+        autoscaling=AutoscalingConfig(
+            mode="controller",
+            service_class="chat",
+            attainment=0.9,
+            budget_gpus=4,
+            interval_seconds=0.5,
+            window_seconds=3.0,
+            lead_seconds=1.0,
+            hold_seconds=2.0,
+            idle_seconds=4.0,
+        ),
+        engine=EngineConfig(block_size=8, kv_bytes=2**24, max_num_seqs=4, max_step_tokens=512),
+        handoff=HandoffConfig(local_prefill_max_tokens=0),
+        router=RouterConfig(grpc_port=0, http_port=0),
+        redis=RedisConfig(embedded_port=0),
+        ray=RayConfig(address=ray_address, rank_resources={"GPU": 1.0}),
+    )
+    async with running(config, "", SessionFolder("e2e", tmp_path), lambda step: None) as cluster:
+        load, store = Load(cluster), connect(cluster.session.redis_url, 2.0)
+        scaling = ScalingState(store, "e2e")
+        try:
+            async with under(load, 24, 8, 30):
+                await until(cluster, lambda seen: roles(seen, "decode") >= 3)
+            async with under(load, 24, 200, 1):
+                await flipping(store)
+                first = await asyncio.to_thread(ray.get, actor(NAME).ping.remote())
+                ray.kill(actor(NAME), no_restart=False)
+                await until(cluster, lambda seen: roles(seen, "prefill") >= 2)
+                decisions = await scaling.decisions()
+                before = generations(await take(cluster.session))
+                await store.call(lambda redis: redis.flushall())
+                after = await until(cluster, lambda seen: roles(seen, "prefill") >= 2 and bool(seen.desired))
+                assert generations(after) == before, "nothing was taken away"
+                assert await asyncio.to_thread(ray.get, actor(NAME).ping.remote()) != first
+            async with under(load, 1, 8, 2):
+                await until(cluster, lambda seen: len(seen.workers) <= 2)
+            await until(cluster, lambda seen: not seen.workers)
+            ids, _ = await ask(cluster, "from zero")
+            assert len(ids) == NUM_TOKENS
+            decisions += await scaling.decisions()
+            verify(decisions)
+            notes = {note for one in decisions for note in one.decision.notes}
+            assert any("of the budget's 4 GPUs are taken" in note for note in notes), (
+                "more was needed than there may be"
+            )
+            for one in decisions:
+                held = sum(pool.staying + pool.leaving for pool in one.inputs.pools.values())
+                assert held <= 4
+                assert sum(size.replicas for size in one.decision.pools.values()) <= 4
+        finally:
+            await store.close()
+
+
+async def flipping(store: Store) -> None:
+    """Until a flip is desired."""
+    state = ControlState(store, "e2e")
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            desired = await state.desired()
+            if desired is not None and any(pool.lent for pool in desired.pools.values()):
+                return
+            await asyncio.sleep(0.05)
