@@ -127,10 +127,11 @@ class Index:
         extended = dict(depths)
         keys, reaches, expecting = chain.keys, chain.reaches, self.overlay.expecting
         rooted = self.overlay.rooted(keys[0]) if reaches(0) else ()
-        begun = [(worker, 0) for worker in rooted if worker not in depths]
-        for worker, first in (*depths.items(), *begun):
-            expected, depth = expecting.get(worker), first
-            if not expected or (depth < len(keys) and keys[depth] not in expected):
+        begun = [worker for worker in rooted if worker not in depths]
+        for worker in (*(depths.keys() & expecting.keys()), *begun):
+            expected, first = expecting[worker], depths.get(worker, 0)
+            depth = first
+            if depth < len(keys) and keys[depth] not in expected:
                 continue  # as most often
             while reaches(depth) and (keys[depth] in expected or (depth > first and self._holds(worker, keys[depth]))):
                 if keys[-1] in expected:
