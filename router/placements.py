@@ -27,6 +27,7 @@ MAX_KEYS = 1024  # of a placement: what is behind them is hardly asked for again
 MAX_WAITING = 1024
 STREAM_ENTRIES = 1024
 STREAM_SECONDS = 60
+MAX_SECONDS = 600.0  # for which a placement is believed, whoever tells of it
 READ_SECONDS = 1.0
 RETRY_SECONDS = 0.5
 
@@ -111,7 +112,8 @@ def _told(entry: bytes, fields: dict[bytes, bytes]) -> Told | None:
     """None where it is nothing that a router of this version wrote."""
     try:
         packed, milliseconds = fields[b"keys"], int(fields[b"ms"])
-        keys = struct.unpack(f"<{len(packed) // 8}Q", packed)
-        return Told(f"{fields[b'by'].decode()} {entry.decode()}", fields[b"to"].decode(), keys, milliseconds / 1000)
-    except (KeyError, ValueError, struct.error):
+        keys = struct.unpack(f"<{min(len(packed) // 8, MAX_KEYS)}Q", packed[: 8 * MAX_KEYS])
+        seconds = min(milliseconds, 1000 * MAX_SECONDS) / 1000
+        return Told(f"{fields[b'by'].decode()} {entry.decode()}", fields[b"to"].decode(), keys, seconds)
+    except (KeyError, ValueError, OverflowError, struct.error):
         return None

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from headrace.keys import Keys
 from headrace.store import Store, connect
 from router.decisions.caches import Told
-from router.placements import MAX_KEYS, Placements
+from router.placements import MAX_KEYS, MAX_SECONDS, Placements
 
 pytestmark = pytest.mark.redis
 CLUSTERS = itertools.count()
@@ -75,5 +76,19 @@ async def test_what_no_router_wrote_is_passed_over_and_a_stream_of_another_type_
         one.tell(Told("r1", "p0", (1,), 1.0))
         await asyncio.sleep(0)
         await store.call(lambda redis: redis.delete(keys.placements))
-        await store.call(lambda redis: redis.xadd(keys.placements, {"by": "x", "to": "p0", "ms": "soon", "keys": b""}))
+        for odd in ({"ms": "soon"}, {"ms": "9" * 400}, {"keys": b"7 bytes"}, {"by": b"\xff"}):
+            fields = {"by": "x", "to": "odd", "ms": 1, "keys": b"", **odd}
+            await store.call(partial(lambda redis, its: redis.xadd(keys.placements, its), its=fields))
         await listening(store, one, heard)
+
+
+async def test_what_another_told_is_believed_for_no_longer_and_in_no_more_blocks_than_is_told_here(
+    store: Store,
+) -> None:
+    keys = Keys(f"placements-{next(CLUSTERS)}")
+    fields = {"by": "x", "to": "of other", "ms": 10**18, "keys": bytes(8 * 9 * MAX_KEYS)}
+    async with routers(store, keys) as (one, heard, _):
+        await listening(store, one, heard)
+        await store.call(lambda redis: redis.xadd(keys.placements, fields))
+        told = await asyncio.wait_for(heard.get(), 10)
+        assert (told.seconds, len(told.keys)) == (MAX_SECONDS, MAX_KEYS)
