@@ -21,7 +21,7 @@ from workers.faults import Faults
 from workers.handoff import messages
 from workers.handoff.messages import PeerHello
 from workers.kv.links.base import PeerRanks
-from workers.kv.links.choice import choose
+from workers.kv.links.choice import all_await_steps, choose
 from workers.ranks.executor import Executor
 from workers.scheduling.scheduler import ChunkDone
 
@@ -162,7 +162,7 @@ class PeerLink:
         if not self.opened.done():
             choice = choose(self._hello.endpoints[0], peer.endpoints[0])
             self.kind, self.reason = choice.scheme, choice.reason
-            self.awaits_steps = choice.awaits_steps
+            self.awaits_steps = all_await_steps(self._hello.endpoints, peer.endpoints)
             log.info("%s is read by %s: %s", peer.worker_id, choice.scheme, choice.reason)
             self.opened.set_result(peer.ranks)
 

@@ -1,5 +1,6 @@
 """How two ranks are joined: decided from their endpoints alone, so that both ends and an operator see the same."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.errors import IncompatiblePeer
@@ -33,6 +34,12 @@ def choose(ours: str, theirs: str) -> Choice:
         f"the other {' and '.join(schemes_of(theirs))} on machine {there.machine or 'unknown'}",
         field="endpoints",
     )
+
+
+def all_await_steps(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether whichever rank of one worker reads from whichever of the other sees its steps end: the ranks of a worker may
+    be in several machines."""
+    return all(choose(one, other).awaits_steps for one in ours for other in theirs)
 
 
 def _reason(scheme: str, here: Place, there: Place) -> str:

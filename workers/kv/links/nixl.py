@@ -241,6 +241,7 @@ class NixlTransport:
     def release(self) -> None:
         """On a thread of its own: the transport may wait for a peer that is gone."""
         agent, self._agent = self._agent, None
+        self._staging = self._words = torch.empty(0)  # the agent keeps what may still be written until it is closed
         if agent is not None:
             threading.Thread(target=agent.close, name="link-end", daemon=True).start()
 

@@ -125,6 +125,7 @@ class StagedTransport:
         self._seconds = seconds
         self._make = make
         self._message_bytes = message_bytes
+        self._carrier: Carrier | None = None
 
     def form(self, closing: Closing) -> None:
         where, terms = self._where, Terms.of(self._pool)
@@ -140,6 +141,7 @@ class StagedTransport:
         asked = [block.epoch for block in blocks]
         targets = [block.target for block in blocks]
         self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
+        assert self._carrier is not None
         carrier, block_bytes = self._carrier, piece.num_bytes(self._pool.slab)
         coming: deque[tuple[slice, Tensor, Sent]] = deque()
 
@@ -167,4 +169,5 @@ class StagedTransport:
         return block_bytes * len(blocks)
 
     def release(self) -> None:
-        """The pair and what carries its messages close with the link."""
+        """The pair closes with the link. Staging goes here: the link itself may be kept until somebody pulls again."""
+        self._carrier = None

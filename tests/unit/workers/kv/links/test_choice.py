@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import IncompatiblePeer
-from workers.kv.links.choice import Choice, choose
+from workers.kv.links.choice import Choice, all_await_steps, choose
 from workers.kv.links.endpoint import Endpoint, Place, this_machine
 
 
@@ -39,6 +39,12 @@ def test_gpus_of_one_machine_take_nvlink(device: str, reason: str) -> None:
 def test_gpus_of_two_machines_take_what_else_both_offer() -> None:
     here, there = (endpoint("nvlink", "nccl", machine=machine, device="A") for machine in "mn")
     assert choose(here, there).scheme == "nccl"
+
+
+def test_steps_are_awaited_only_where_every_rank_can_see_them_end() -> None:
+    here, there = (endpoint("nvlink", "nccl", machine=machine) for machine in "mn")
+    assert all_await_steps([here, here], [here])
+    assert not all_await_steps([here], [here, there]), "the second rank is read over nccl"
 
 
 def test_rdma_joins_what_is_asked_for_it_on_both_sides_and_shares_no_machine() -> None:
