@@ -26,5 +26,8 @@ class Profiles:
             if not found.done():
                 self._executor.end_profile()
             return await found
+        except asyncio.CancelledError:  # who asked is gone: the ranks need not go on
+            self._executor.end_profile()
+            raise
         finally:
             self._taking = False

@@ -20,6 +20,7 @@ from tests.contract.toy_runner import NUM_BLOCKS, SHAPE, Toy
 from workers.kv.links.base import BlockPull, PeerRanks
 from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor, RankLimits
+from workers.ranks.profiling import StepProfiler
 from workers.ranks.rank import rank_main
 from workers.ranks.rendezvous import listen
 from workers.scheduling.plan import RowStart, RowWork, StepPlan
@@ -341,6 +342,22 @@ def test_a_stopped_rank_is_noticed_without_a_step_and_does_not_outlive_close() -
     assert "silent" in str(worker.executor.failed.result(20))
     worker.executor.close()
     assert child.returncode == -signal.SIGKILL
+
+
+def test_a_profile_that_fails_is_answered_so_and_costs_no_rank(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(profiler: StepProfiler) -> None:
+        raise OSError("no room for a trace")
+
+    worker = workers[ParallelLayout(1, 1)][0]
+    monkeypatch.setattr(StepProfiler, "read", full)
+    profiling = worker.executor.profile(1)
+    worker.executor.step(worker.plan(range(3), (0,))).result(20)
+    with pytest.raises(HeadraceError, match="no room for a trace"):
+        profiling.result(20)
+    assert not worker.executor.failed.done()
+    worker.executor.step(worker.plan(range(3), (0,))).result(20)
 
 
 def test_close_ends_all_ranks_and_may_be_called_again() -> None:

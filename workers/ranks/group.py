@@ -5,7 +5,7 @@ import functools
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -141,11 +141,7 @@ class RankExecutor:
 
     def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> "Future[PullReceipt]":
         def conclude(outcomes: list[PullReceipt | HeadraceError]) -> PullReceipt:
-            receipts = []
-            for outcome in outcomes:
-                if isinstance(outcome, HeadraceError):
-                    raise outcome
-                receipts.append(outcome)
+            receipts = _all_well(outcomes)
             moved, seconds = sum(r.num_bytes for r in receipts), max(r.seconds for r in receipts)
             return PullReceipt(len(blocks), moved, seconds)
 
@@ -161,8 +157,8 @@ class RankExecutor:
         return self._ask(lambda task: Digest(task, tuple(blocks)), conclude)
 
     def profile(self, num_steps: int) -> "Future[tuple[RankProfile, ...]]":
-        def conclude(parts: list[RankProfile]) -> tuple[RankProfile, ...]:
-            return tuple(sorted(parts, key=lambda part: part.rank))
+        def conclude(outcomes: list[RankProfile | HeadraceError]) -> tuple[RankProfile, ...]:
+            return tuple(sorted(_all_well(outcomes), key=lambda part: part.rank))
 
         return self._ask(lambda task: Profile(task, num_steps), conclude)
 
@@ -234,8 +230,8 @@ class RankExecutor:
                     self._lose(error)
             case Digested(task, part):
                 self._answers.answered(rank, task, part)
-            case Profiled(task, profile):
-                self._answers.answered(rank, task, profile)
+            case Profiled(task, part):
+                self._answers.answered(rank, task, part)
             case Pulled(task, part):
                 self._answers.answered(rank, task, part)
             case Failed(error):
@@ -277,6 +273,16 @@ class RankExecutor:
             if (late := self._answers.late_step(now, step)) is not None:
                 number, missing = late
                 self._lose(WorkerLost(f"ranks {sorted(missing)} did not end step {number} within {step} s"))
+
+
+def _all_well(outcomes: Iterable[T | HeadraceError]) -> list[T]:
+    """Raises the first error."""
+    found = []
+    for outcome in outcomes:
+        if isinstance(outcome, HeadraceError):
+            raise outcome
+        found.append(outcome)
+    return found
 
 
 def _xor(one: bytes, other: bytes) -> bytes:

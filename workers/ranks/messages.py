@@ -114,7 +114,7 @@ class Pulled:
 @dataclass(frozen=True, slots=True)
 class Profiled:
     task: int
-    profile: RankProfile
+    outcome: RankProfile | HeadraceError
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from workers.ranks.messages import (
     Step,
     Stepped,
 )
+from workers.ranks.profiles import RankProfile
 from workers.ranks.profiling import StepProfiler
 from workers.ranks.rank_runner import Launched, RankRunner, UnderWay
 from workers.ranks.starting import Phases
@@ -177,7 +178,7 @@ class Rank:
                     self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
                 case Profile(task, num_steps):
                     self._end_profile()
-                    self._profile = task, StepProfiler(self._rank, num_steps, runner.pool.tensor.device)
+                    self._begin_profile(task, num_steps, runner)
                 case EndProfile():
                     self._end_profile()
                 case End():
@@ -194,13 +195,33 @@ class Rank:
             self._end_profile()
         return launched
 
+    def _begin_profile(self, task: int, num_steps: int, runner: RankRunner) -> None:
+        """One that fails, here or later, is an answer like others: the rank goes on."""
+        try:
+            self._profile = task, StepProfiler(self._rank, num_steps, runner.pool.tensor.device)
+        except Exception as error:
+            self._reply(Profiled(task, _portable(error, self._rank)))
+
     def _end_profile(self) -> None:
         """What it found is read beside further steps."""
-        if self._profile is not None:
-            task, profiler = self._profile
-            self._profile = None
+        if self._profile is None:
+            return
+        task, profiler = self._profile
+        self._profile = None
+        try:
             profiler.stop()
-            self._run(f"rank{self._rank}-profile", lambda: self._reply(Profiled(task, profiler.read())))
+        except Exception as error:
+            self._reply(Profiled(task, _portable(error, self._rank)))
+            return
+
+        def read() -> None:
+            try:
+                outcome: RankProfile | HeadraceError = profiler.read()
+            except Exception as error:
+                outcome = _portable(error, self._rank)
+            self._reply(Profiled(task, outcome))
+
+        self._run(f"rank{self._rank}-profile", read)
 
     def _await(self) -> None:
         while (launched := self._launched.get()) is not None:

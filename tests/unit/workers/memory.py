@@ -5,6 +5,7 @@ stand in the pool, through the block table; one wrong, missing or foreign block 
 threads, and can be held and let go.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,7 @@ class MemoryExecutor:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.failed: Future[Exception] = Future()
+        self.asked_to_profile = asyncio.Event()
         self.pool = np.zeros((num_blocks, block_size), dtype=np.int64)
         self.epochs = np.zeros(num_blocks, dtype=np.int64)
         self.endpoints = (f"memory://{next(_numbers)}",)
@@ -156,10 +158,12 @@ class MemoryExecutor:
     def profile(self, num_steps: int) -> Future[tuple[RankProfile, ...]]:
         """Ends when it is told to."""
         self.profiling = Future()
+        self.asked_to_profile.set()
         return self.profiling
 
     def end_profile(self) -> None:
-        self.profiling.set_result((RankProfile(0, (), b""),))
+        if not self.profiling.done():
+            self.profiling.set_result((RankProfile(0, (), b""),))
 
     def digests(self, blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
         future: Future[tuple[bytes, ...]] = Future()

@@ -304,6 +304,16 @@ async def test_one_profile_is_taken_at_a_time_and_ends_in_time() -> None:
                 await rig.control.Profile(control_pb2.ProfileRequest(**wrong))
 
 
+async def test_a_profile_whose_asker_leaves_ends_on_the_ranks() -> None:
+    async with a_worker() as rig:
+        asked = asyncio.ensure_future(rig.control.Profile(control_pb2.ProfileRequest(num_steps=1000, seconds=60.0)))
+        await rig.executor.asked_to_profile.wait()
+        asked.cancel()
+        async with asyncio.timeout(10):
+            await asyncio.wrap_future(rig.executor.profiling)
+        assert (await rig.control.Profile(control_pb2.ProfileRequest(num_steps=1, seconds=0.01))).ranks
+
+
 async def test_faults_need_fault_hooks() -> None:
     async with a_worker(fault_hooks=False) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
