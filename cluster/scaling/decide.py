@@ -2,13 +2,14 @@
 
     nothing is known      hold; what found no room is still given up
     roll back             workers that wait for room longer than they may
-    bounds                sizes within what the configuration allows
+    bounds                sizes within what the configuration allows, and within the budget
     grow                  flips, then replicas (`moves`), to what is needed (`needs`)
     shrink                only where nothing grew, and all is known
 
 Equal inputs give equal decisions, in any process: what was recorded is decided again by this very function.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -85,6 +86,8 @@ def _plan(
     hold = inputs.rules.hold_seconds
     lately = _most(inputs, past, hold * FLIP_SHARE)
     standby = {Role.DECODE: inputs.rules.standby_workers}
+    if not flips_alone:
+        _within_budget(plan, found)
     grow(plan, found, lambda role: lately(role) - standby.get(role, 0))
     if not (plan.steps or flips_alone) and inputs.trusted:
         if found.workers:
@@ -109,8 +112,11 @@ def _roll_back(plan: Plan) -> None:
     for name, seen in plan.inputs.pools.items():
         if seen.pending and seen.pending_seconds > plan.inputs.rules.pending_seconds:
             size = plan.sizes[name]
-            number = min(seen.pending, size.replicas)
+            # Who found room stays, though fewer are wanted by now than there are with those that did not.
+            number = min(seen.pending, max(size.replicas - seen.ready - seen.starting, 0))
             plan.given_up.add(name)
+            if not number:
+                continue
             plan.sizes[name] = Size(size.replicas - number, min(size.lent, size.replicas - number))
             plan.steps.append(f"{name}: {number} found no room within {seen.pending_seconds:.0f} s and are given up")
 
@@ -128,6 +134,28 @@ def _bound(plan: Plan) -> None:
         if number != size.replicas:
             plan.sizes[name] = Size(number, min(size.lent, number))
             plan.steps.append(f"{name}: {number}, between {rules.least} and {rules.most}")
+
+
+def _within_budget(plan: Plan, found: Needs) -> None:
+    """Where more is desired than the budget holds (it was made smaller, or somebody else wrote more): workers of the role
+    that is the least short go, whatever the load."""
+    budget = plan.inputs.rules.budget_gpus
+    if budget is None or not plan.inputs.trusted:
+        return
+
+    def relative(name: str) -> float:
+        role = plan.bounds[name].role
+        return plan.supply(role) / found.of(role) if found.of(role) else math.inf
+
+    while plan.gpus > budget:
+        names = [name for name, rules in plan.bounds.items() if plan.sizes[name].replicas > rules.least]
+        if not names:
+            return
+        name = max(names, key=relative)
+        size = plan.sizes[name]
+        plan.sizes[name] = Size(size.replicas - 1, min(size.lent, size.replicas - 1))
+        plan.steps.append(f"{name}: {size.replicas - 1}, for the budget of {budget} GPUs")
+        plan.shrunk.add(name)
 
 
 def _to_zero(plan: Plan) -> None:

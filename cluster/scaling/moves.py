@@ -44,6 +44,18 @@ class Plan:
                 total += size.lent * weight(self.inputs, name, role)
         return total
 
+    def serving(self, role: Role) -> float:
+        """As `supply`, of those alone that serve by now: who starts, waits for room or fails again and again does not."""
+        total = 0.0
+        for name, size in self.sizes.items():
+            own, seen = self.bounds[name].role, self.inputs.pools[name]
+            there = min(size.replicas, seen.ready)
+            if own is role:
+                total += max(there - size.lent, 0) * weight(self.inputs, name, role)
+            elif own.other is role and size.lent:
+                total += min(size.lent, there) * weight(self.inputs, name, role)
+        return total
+
     @property
     def gpus(self) -> int:
         return sum(size.replicas * self.bounds[name].gpus for name, size in self.sizes.items())
@@ -91,7 +103,8 @@ def _flip(plan: Plan, role: Role, spare: Callable[[Role], float]) -> bool:
     other = role.other
     if other is role:
         return False
-    left = plan.supply(other) - max(spare(other), 1.0 if other is Role.DECODE else 0.0)
+    # Who is not ready cannot flip, and does not serve in the place of who does.
+    left = min(plan.supply(other), plan.serving(other)) - max(spare(other), 1.0 if other is Role.DECODE else 0.0)
     candidates = [
         (name, Size(size.replicas, size.lent - 1), f"{name}: a lent worker is back at {role.value}")
         for name, size in plan.sizes.items()

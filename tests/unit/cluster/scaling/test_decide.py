@@ -233,3 +233,39 @@ def test_a_decision_says_its_reason_in_numbers() -> None:
     assert any("may have at most 2" in note for note in decision.notes)
     inputs: Inputs = world.inputs(traffic(400.0))
     assert "requests/s" in decide(inputs).reason
+
+
+def test_the_only_worker_that_serves_is_not_lent_while_its_pool_still_starts() -> None:
+    """Three of four decode workers start: by what is to be there were three to lend, and the one that served went."""
+    world = World(rules(), {"decode": Size(4), "prefill": Size(2)})
+    load = traffic(40.0, input_tokens=500.0, output_tokens=20.0)
+    world.settle(replace(load, per_second=1.0), hours=0.2)
+    world.sizes = {"decode": Size(4), "prefill": Size(2)}
+    world.seen["decode"] = {"ready": 1, "starting": 3}
+    decision = world.turn(replace(load, input_tokens=6000.0))
+    assert decision.needs.workers["decode"] == 1
+    assert decision.needs.workers["prefill"] > 2
+    assert decision.pools["decode"].lent == 0
+    assert decision.pools["prefill"].replicas > 2
+
+
+def test_who_serves_is_not_given_up_for_who_found_no_room() -> None:
+    """An operator took back the third worker, which found no room, before it was given up: two were wanted, and served."""
+    world = World(rules(), {"decode": Size(2), "prefill": Size(1)})
+    world.seen["decode"] = {"ready": 2, "pending": 1, "pending_seconds": 500.0}
+    assert world.turn(Traffic()).pools["decode"] == Size(2)
+    assert world.turn(traffic(5.0)).pools["decode"] == Size(2)
+
+
+def test_a_budget_that_was_made_smaller_is_kept_though_the_load_needs_more() -> None:
+    world = World(rules(), {"decode": Size(8), "prefill": Size(8)})
+    world.settle(traffic(200.0), hours=0.2)
+    assert sum(size.replicas for size in world.sizes.values()) > 10
+    world.rules = replace(world.rules, budget_gpus=10)
+    decision = world.turn(traffic(200.0))
+    assert sum(size.replicas for size in decision.pools.values()) == 10
+    assert min(size.replicas for size in decision.pools.values()) >= 1
+    assert "for the budget of 10 GPUs" in decision.reason
+    assert world.turn(traffic(200.0)).pools == decision.pools
+    untrusted = World(replace(world.rules, budget_gpus=4), {"decode": Size(8), "prefill": Size(8)})
+    assert untrusted.turn(traffic(200.0), trusted=False).pools["decode"] == Size(8)
