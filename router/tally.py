@@ -9,6 +9,8 @@ from headrace.reports import ClassCounts, RouterReport
 from router.decisions.tenants import NO_CLASS
 from router.flight import Flight, Job
 
+# Outcomes of what no number of workers would have served.
+_DENIED = frozenset({"QuotaExceeded", "InvalidRequest", "ContextLengthExceeded"})
 MAX_PAIRS = 1024  # those used most: a report stays small though every worker once handed over to every other
 _VERDICTS = {"met": "met", "ttft": "missed_ttft", "tpot": "missed_tpot", "both": "missed_both", "failed": "failed"}
 
@@ -19,6 +21,8 @@ class Tally:
 
     arrivals: int = 0
     prompt_tokens: int = 0
+    denied: int = 0
+    denied_tokens: int = 0
     max_tokens: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
@@ -44,8 +48,10 @@ class Tally:
             self.ttft_seconds += flight.ttft_seconds
         if flight.outcome == "finished":
             self.pairs[flight.handed_over_by, flight.decode] += 1
-        verdict = flight.verdict(now)
-        if verdict is not None:
+        if flight.outcome in _DENIED:
+            self.denied += 1
+            self.denied_tokens += len(flight.job.prompt_token_ids)
+        elif (verdict := flight.verdict(now)) is not None:
             name = flight.job.service_class
             self.verdicts["" if name == NO_CLASS else name, _VERDICTS[verdict]] += 1
 
@@ -75,6 +81,8 @@ class Tally:
             queued_tokens=sum(len(flight.job.prompt_token_ids) for flight in waiting),
             oldest_queued_seconds=max((now - flight.marks.began for flight in waiting), default=0.0),
             ttft_seconds=self.ttft_seconds,
+            denied=self.denied,
+            denied_tokens=self.denied_tokens,
             classes=classes,
             pairs=dict(nlargest(MAX_PAIRS, self.pairs.items(), key=lambda item: item[1])),
         )

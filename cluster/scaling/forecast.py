@@ -45,7 +45,7 @@ class History:
     def arrivals(self) -> Arrivals:
         return Arrivals(self._first, tuple(self._counts), self._known_seconds)
 
-    def add(self, number: int, seconds: float, now: float) -> bool:
+    def add(self, number: float, seconds: float, now: float) -> bool:
         """`number` came within the last `seconds`. Whether a stretch is complete."""
         bucket = int(now // BUCKET_SECONDS)
         if not self._counts or bucket >= self._first + len(self._counts) + KEPT_BUCKETS:

@@ -11,18 +11,29 @@ LENGTH_WINDOWS = 5  # after so many half of what is known of lengths and hits is
 BURST_MEMORY_SECONDS = 3600.0  # of burstiness, the same
 GUESSED_OUTPUT_TOKENS = 256.0  # before the first answer
 MIN_STEP_SECONDS = 0.05
+LATE_SECONDS = 2.0  # by which two of a router's reports may be further apart than two looks
 MOST_ROUTERS = 256  # that are remembered
 SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
-_COUNTERS = ("arrivals", "prompt_tokens", "computed_tokens", "cached_tokens", "generated_tokens", "ended")
+_COUNTERS = (
+    "arrivals",
+    "prompt_tokens",
+    "computed_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "ended",
+    "denied",
+    "denied_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What happened between two looks."""
+    """What happened between two looks. Not `whole`: of some router more, or less, than what came to it then."""
 
     ended_at: float
     seconds: float
-    arrivals: int
+    arrivals: float
+    whole: bool
     met: int
     missed_ttft: int
     missed_tpot: int
@@ -31,7 +42,9 @@ class _Step:
 
 class Meter:
     """Owns what was last heard of each router, and the sums. A router that is heard of for the first time counts from
-    then on; one that was not heard of for a while has lost nothing."""
+    then on. One that was not heard of for a while has lost nothing; of one that was silent for more than the window,
+    what came meanwhile is spread over that time, and is no rush of now. Who was denied has not arrived: more workers
+    would change nothing for him."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
@@ -44,21 +57,32 @@ class Meter:
         self._means = 0.0
         self._busy_at: float | None = None
 
-    def look(self, reports: Mapping[str, RouterReport], now: float) -> int:
+    def look(self, reports: Mapping[str, RouterReport], now: float) -> float:
         """Takes the reports as they are now; returns how many requests arrived since the last look."""
         seconds = now - self._looked_at if self._looked_at is not None else 0.0
-        new = dict.fromkeys(_COUNTERS, 0)
+        if seconds < 0:  # the clock was set back: what is later than now is of no window
+            self._steps.clear()
+        new = dict.fromkeys(_COUNTERS, 0.0)
+        whole = self._present.keys() <= reports.keys()
         counts = dict.fromkeys((field.name for field in fields(ClassCounts)), 0)
         for name, report in reports.items():
             last = self._last.get(name)
             if last is None or report.arrivals < last.arrivals:
                 continue
+            # By the router's own clock, which runs on while nobody hears it.
+            silent = report.seconds - last.seconds
+            whole = whole and silent <= seconds + LATE_SECONDS
+            share = seconds / silent if silent > max(self._window_seconds, seconds + LATE_SECONDS) else 1.0
             for counter in _COUNTERS:
-                new[counter] += getattr(report, counter) - getattr(last, counter)
+                new[counter] += (getattr(report, counter) - getattr(last, counter)) * share
+            if share < 1:
+                continue  # what it kept long ago is no attainment of now
             for service_class, now_counts in report.classes.items():
                 before = last.classes.get(service_class, ClassCounts())
                 for verdict in counts:
                     counts[verdict] += getattr(now_counts, verdict) - getattr(before, verdict)
+        new["arrivals"] = max(new["arrivals"] - new["denied"], 0.0)
+        new["prompt_tokens"] = max(new["prompt_tokens"] - new["denied_tokens"], 0.0)
         begins = self._busy_at is None and bool(reports)
         if begins or new["arrivals"] or any(report.queued or report.in_flight for report in reports.values()):
             self._busy_at = now
@@ -71,12 +95,13 @@ class Meter:
         self._looked_at = now
         if seconds < MIN_STEP_SECONDS:
             return new["arrivals"]
-        self._learn(new, counts, seconds)
+        self._learn(new, counts, seconds, whole=whole)
         self._steps.append(
             _Step(
                 now,
                 seconds,
                 new["arrivals"],
+                whole,
                 counts["met"],
                 counts["missed_ttft"] + counts["missed_both"],
                 counts["missed_tpot"] + counts["missed_both"],
@@ -87,12 +112,14 @@ class Meter:
             self._steps.popleft()
         return new["arrivals"]
 
-    def _learn(self, new: Mapping[str, int], counts: Mapping[str, int], seconds: float) -> None:
+    def _learn(self, new: Mapping[str, float], counts: Mapping[str, int], seconds: float, *, whole: bool) -> None:
         keep = 0.5 ** (seconds / (LENGTH_WINDOWS * self._window_seconds))
         for counter in _COUNTERS:
             self._sums[counter] = self._sums[counter] * keep + new[counter]
-        self._sums["answered"] = self._sums["answered"] * keep + max(new["ended"] - counts["failed"], 0)
-        if self._steps and abs(self._steps[-1].seconds / seconds - 1) < 0.2:
+        self._sums["answered"] = self._sums["answered"] * keep + max(
+            new["ended"] - counts["failed"] - new["denied"], 0.0
+        )
+        if whole and self._steps and self._steps[-1].whole and abs(self._steps[-1].seconds / seconds - 1) < 0.2:
             # Neighbours' differences: what changes slowly is no burst.
             keep = 0.5 ** (seconds / BURST_MEMORY_SECONDS)
             last = self._steps[-1].arrivals

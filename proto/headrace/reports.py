@@ -5,6 +5,7 @@ nothing when a report is lost; a new id starts at 0. Nobody on the path of a req
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """Requests of one service class that ended, by what they were given; `met` kept both targets. Shed ones `failed`."""
+    """Requests of one service class that ended, by what they were given; `met` kept both targets. Shed ones `failed`;
+    who gave up, and who was denied, is not among them."""
 
     met: int = 0
     missed_ttft: int = 0
@@ -25,9 +27,10 @@ class ClassCounts:
 class RouterReport:
     """`seconds` is the router's own clock: only differences mean anything. `arrivals` counts requests that passed
     validation and ask for tokens of their own, shed ones too, with their `prompt_tokens`; `max_tokens` is what they may
-    generate at most. `cached_tokens` were found by workers, of `computed_tokens` + themselves. The queue is as it stands.
-    `pairs` counts finished hand-offs by (prefill, decode) worker, prompts that a worker computed alone under
-    ("", decode). `classes`: by service class; "" is none."""
+    generate at most. `denied` of them, with `denied_tokens` of prompts, are nothing that more workers would have served:
+    beyond their tenant's quota, or longer than any worker takes. `cached_tokens` were found by workers, of
+    `computed_tokens` + themselves. The queue is as it stands. `pairs` counts finished hand-offs by (prefill, decode)
+    worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is none."""
 
     router_id: str
     http_address: str
@@ -44,6 +47,8 @@ class RouterReport:
     queued_tokens: int = 0
     oldest_queued_seconds: float = 0.0
     ttft_seconds: float = 0.0  # the sum over `ended` requests that had a first token
+    denied: int = 0
+    denied_tokens: int = 0
     classes: Mapping[str, ClassCounts] = field(default_factory=dict)
     pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
@@ -61,13 +66,25 @@ def decode_report(raw: bytes | str) -> RouterReport | None:
     try:
         data: dict[str, Any] = json.loads(raw)
         plain = {name: data[name] for name in _PLAIN}
-        if any(isinstance(value, bool) or not isinstance(value, _PLAIN[name]) for name, value in plain.items()):
-            return None
-        classes = {str(name): ClassCounts(**counts) for name, counts in data["classes"].items()}
-        pairs = {(str(prefill), str(decode)): int(number) for prefill, decode, number in data["pairs"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        classes = {name: ClassCounts(**counts) for name, counts in data["classes"].items()}
+        pairs = {(prefill, decode): number for prefill, decode, number in data["pairs"]}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    counted = [*pairs.values(), *(number for counts in classes.values() for number in asdict(counts).values())]
+    if not all(_is(value, _PLAIN[name]) for name, value in plain.items()) or not all(
+        _is(one, (int,)) for one in counted
+    ):
+        return None
+    if not all(_is(name, (str,)) for pair in pairs for name in pair):
         return None
     return RouterReport(**plain, classes=classes, pairs=pairs)
+
+
+def _is(value: object, kinds: tuple[type, ...]) -> bool:
+    """A bool is no number here, and a number is finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
 
 
 _TYPES: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}

@@ -35,6 +35,13 @@ def test_a_report_is_read_as_it_was_written(report: RouterReport) -> None:
         {"classes": {"chat": {"won": 1}}},
         {"classes": []},
         {"pairs": [["a", "b"]]},
+        {"pairs": [["a", "b", float("inf")]]},
+        {"pairs": [["a", ["b"], 1]]},
+        {"classes": {"chat": {"met": "7"}}},
+        {"classes": {"chat": {"met": float("nan")}}},
+        {"oldest_queued_seconds": float("nan")},
+        {"seconds": float("inf")},
+        {"arrivals": -1},
     ],
 )
 def test_what_is_no_report_of_this_version_is_none(change: dict[str, object]) -> None:
@@ -43,6 +50,6 @@ def test_what_is_no_report_of_this_version_is_none(change: dict[str, object]) ->
     assert decode_report(json.dumps({**whole, **change})) is None
 
 
-@pytest.mark.parametrize("raw", ["", "[]", "null", "{}", "{", b"\xff"])
+@pytest.mark.parametrize("raw", ["", "[]", "null", "{}", "{", b"\xff", "[" * 100_000])
 def test_what_is_no_report_at_all_is_none(raw: str | bytes) -> None:
     assert decode_report(raw) is None

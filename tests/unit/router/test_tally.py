@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from headrace.errors import Overloaded
+from headrace.errors import Overloaded, QuotaExceeded
 from headrace.reports import ClassCounts
 from headrace.values import FinishReason, Timeline, Usage
 from router.decisions.admission import Rules
-from router.decisions.tenants import Targets
+from router.decisions.quotas import Quotas
+from router.decisions.tenants import DEFAULT_TENANT, Targets, Tenant
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import collect, job, stage
 from tests.unit.router.test_requests import begin, ids, pair
@@ -62,3 +63,15 @@ async def test_who_waits_is_said_and_who_is_refused_has_arrived_and_failed() -> 
         assert report.classes[""] == ClassCounts(failed=1)
         for task in (running, *queued):
             task.cancel()
+
+
+async def test_who_is_beyond_a_quota_is_denied_and_missed_no_target() -> None:
+    quotas = Quotas([Tenant(DEFAULT_TENANT, max_concurrent=1)])
+    async with NullWorker(worker_info()) as worker, stage(worker, quotas=quotas) as on:
+        running, _ = await begin(on, worker)
+        with pytest.raises(QuotaExceeded):
+            await collect(on.requests.stream(job("beyond")))
+        report = on.requests.report()
+        assert (report.arrivals, report.denied, report.denied_tokens) == (2, 1, 10)
+        assert report.classes == {}
+        running.cancel()

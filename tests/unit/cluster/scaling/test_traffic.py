@@ -22,7 +22,7 @@ def report(arrivals: int, name: str = "a", **fields: object) -> RouterReport:
     return replace(RouterReport(name, "", 0.0, arrivals), **{**counted, **fields})
 
 
-def look(meter: Meter, now: float, *reports: RouterReport) -> int:
+def look(meter: Meter, now: float, *reports: RouterReport) -> float:
     return meter.look({one.router_id: one for one in reports}, now)
 
 
@@ -57,6 +57,45 @@ def test_reports_that_were_away_for_a_while_lose_nothing_and_a_router_that_resta
     assert look(meter, 20.0, report(160)) == 60
     assert look(meter, 30.0, report(5)) == 0
     assert look(meter, 40.0, report(25)) == 20
+
+
+def test_a_router_that_was_silent_for_long_brings_no_rush_with_it_when_it_is_heard_again() -> None:
+    """One of two did not reach Redis for half an hour: what had come to it meanwhile was the rate of one look, 150 times
+    what it was, and workers were started for it."""
+    meter = Meter(60.0)
+    for at in range(0, 200, 10):
+        look(meter, at, report(10 * at, seconds=at), report(10 * at, "b", seconds=at))
+    bursts = meter.traffic(190.0).gap_scv
+    for at in range(200, 2000, 10):
+        look(meter, at, report(10 * at, seconds=at))
+    assert meter.traffic(1990.0).per_second == pytest.approx(10.0)
+    for at in range(2000, 2200, 10):
+        look(meter, at, report(10 * at, seconds=at), report(10 * at, "b", seconds=at))
+        assert meter.traffic(at).per_second <= 20.0 + 1e-9
+    seen = meter.traffic(2190.0)
+    assert (seen.per_second, seen.gap_scv) == (pytest.approx(20.0), bursts)
+
+
+def test_who_is_beyond_a_quota_buys_no_workers() -> None:
+    """A tenant that asks ten times what its quota allows was scaled for, though none of it is ever let in."""
+    meter = Meter(60.0)
+    look(meter, 0.0, report(0))
+    denied = {"denied": 900, "denied_tokens": 900 * 5000, "prompt_tokens": 100 * 100 + 900 * 5000}
+    counted = {"computed_tokens": 7500, "cached_tokens": 2500, "generated_tokens": 4000, "ended": 1000}
+    assert look(meter, 10.0, report(1000, **denied, **counted, classes={"": ClassCounts(met=100)})) == 100
+    seen = meter.traffic(10.0)
+    assert (seen.per_second, seen.input_tokens, seen.output_tokens) == (10.0, 100.0, 40.0)
+    assert seen.attainment == 1.0
+
+
+def test_a_clock_that_is_set_back_leaves_no_window_of_hours() -> None:
+    meter = Meter(60.0)
+    for at in range(0, 100, 10):
+        look(meter, 7200.0 + at, report(10 * at))
+    look(meter, 100.0, report(1000))
+    assert meter.traffic(100.0).routers == 0, "nothing is known yet"
+    look(meter, 110.0, report(2000))
+    assert meter.traffic(110.0).per_second == 100.0
 
 
 def test_silence_is_measured_from_the_last_that_came_or_was_under_way() -> None:
