@@ -67,6 +67,7 @@ class Autoscaler:
         complete = await self._look(history, now)
         inputs = await self._inputs(history, desired, seen, now)
         decision = decide(inputs)
+        before = self._number, self._open, self._said
         carried_out = changes(decision, inputs) and self._rules.mode != "dry-run"
         records = self._outcomes(inputs, carried_out)
         turn = Recorded(self._number, inputs, decision)
@@ -76,7 +77,11 @@ class Autoscaler:
             records.append(turn)
         after = _applied(desired, decision) if carried_out else desired
         arrivals = history.arrivals if complete else None
-        await self._state.commit(turn, records, arrivals, after if carried_out else None)
+        if not await self._state.commit(turn, records, arrivals, after if carried_out else None, desired):
+            # An operator was quicker: this rests on what is desired no more. The next round decides anew.
+            self._number, self._open, self._said = before
+            self._due_at = at
+            return desired
         self._memory = decision.memory
         if turn in records and not turn.outcome:
             self._open.append(turn)

@@ -9,10 +9,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from redis.exceptions import WatchError
+
 from cluster.reconcile import Desired
 from cluster.scaling.forecast import Arrivals
 from cluster.scaling.values import Recorded
-from cluster.state import encode_desired
+from cluster.state import decode_desired, encode_desired, text
 from headrace.keys import Keys
 from headrace.store import Store
 from router.decisions import codec
@@ -37,10 +39,10 @@ class ScalingState:
         return float(seconds) + float(microseconds) / 1e6
 
     async def now(self) -> Recorded | None:
-        return _decoded(Recorded, await self._store.call(lambda redis: redis.get(self._keys.scaling_now)))
+        return _decoded(Recorded, await text(self._store, self._keys.scaling_now))
 
     async def arrivals(self) -> Arrivals | None:
-        return _decoded(Arrivals, await self._store.call(lambda redis: redis.get(self._keys.scaling_arrivals)))
+        return _decoded(Arrivals, await text(self._store, self._keys.scaling_arrivals))
 
     async def decisions(self) -> list[Recorded]:
         """Oldest first."""
@@ -62,11 +64,20 @@ class ScalingState:
         records: Sequence[Recorded] = (),
         arrivals: Arrivals | None = None,
         desired: Desired | None = None,
-    ) -> None:
-        """One turn, as a whole or not at all. `records`: new ones, and those whose outcome is known now."""
+        before: Desired | None = None,
+    ) -> bool:
+        """One turn, as a whole or not at all. `records`: new ones, and those whose outcome is known now. Not at all, and
+        False, where somebody else has written another desired state than `before`, on which the turn rests."""
 
-        async def write(redis: Any) -> None:
+        async def write(redis: Any) -> bool:
             async with redis.pipeline(transaction=True) as pipe:
+                if desired is not None and before is not None:
+                    await pipe.watch(self._keys.desired)
+                    raw = await pipe.get(self._keys.desired)
+                    there = None if raw is None else decode_desired(raw)
+                    if there is not None and there.pools != before.pools:
+                        return False
+                    pipe.multi()
                 pipe.set(self._keys.scaling_now, _encoded(now), ex=NOW_SECONDS)
                 for one in records:
                     pipe.hset(self._keys.scaling_decisions, str(one.number), _encoded(one))
@@ -75,9 +86,13 @@ class ScalingState:
                     pipe.set(self._keys.scaling_arrivals, _encoded(arrivals))
                 if desired is not None:
                     pipe.set(self._keys.desired, encode_desired(desired))
-                await pipe.execute()
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    return False
+            return True
 
-        await self._store.call(write)
+        return await self._store.call(write)
 
 
 def _encoded(value: object) -> str:
@@ -89,5 +104,5 @@ def _decoded(kind: type[T], raw: bytes | None) -> T | None:
         return None
     try:
         return codec.decode(kind, json.loads(raw))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

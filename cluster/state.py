@@ -12,12 +12,17 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Phase
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.store import Store, connect
 from headrace.values import ParallelLayout, Role
+from router.decisions import codec
 
+MOST = 2**20  # of workers, or of ranks of one
+MOST_FAILURES = 2**63
 LEADER_SECONDS = 5.0
 BUDGET_SECONDS = 2.0  # of a call to Redis, where nobody waits for it but who started or keeps the cluster
 
@@ -34,6 +39,8 @@ redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[2], ARGV[1])
 return 1
 """
+# What json.loads and our own constructors say of what somebody else wrote.
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
@@ -71,6 +78,17 @@ class ObservedState:
         }
 
 
+async def text(store: Store, key: str) -> bytes | None:
+    """What stands under the key; None where there is nothing, or something of another type, which a SET replaces."""
+    try:
+        found: bytes | None = await store.call(lambda redis: redis.get(key))
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None
+    return found
+
+
 class ControlState:
     """One process's view of these keys, over its Store."""
 
@@ -101,7 +119,7 @@ class ControlState:
 
     async def desired(self) -> Desired | None:
         """What is desired, or None when Redis has nothing (or nothing readable) under the key."""
-        raw = await self._store.call(lambda redis: redis.get(self._keys.desired))
+        raw = await text(self._store, self._keys.desired)
         return None if raw is None else decode_desired(raw)
 
     async def write_desired(self, desired: Desired) -> None:
@@ -114,7 +132,7 @@ class ControlState:
         await self._store.call(lambda redis: redis.eval(_CONFIGURE, 2, *keys, asked))
 
     async def observed(self) -> ObservedState | None:
-        raw = await self._store.call(lambda redis: redis.get(self._keys.observed))
+        raw = await text(self._store, self._keys.observed)
         return None if raw is None else decode_observed(raw)
 
     async def write_observed(self, observed: ObservedState) -> None:
@@ -184,13 +202,13 @@ def decode_desired(raw: bytes | str) -> Desired | None:
         pools = {
             name: DesiredPool(
                 Role(pool["role"]),
-                int(pool["replicas"]),
-                ParallelLayout(int(pool["tp"]), int(pool["pp"])),
-                int(pool.get("lent", 0)),
+                _whole(pool["replicas"]),
+                ParallelLayout(_whole(pool["tp"]), _whole(pool["pp"])),
+                _whole(pool.get("lent", 0)),
             )
             for name, pool in data.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _FOREIGN:
         return None
     if any(not 0 <= pool.lent <= pool.replicas for pool in pools.values()):
         return None
@@ -202,10 +220,22 @@ def decode_observed(raw: bytes | str) -> ObservedState | None:
     try:
         data: dict[str, Any] = json.loads(raw)
         return ObservedState(
-            controller=data["controller"],
-            workers=tuple(WorkerRecord(**worker) for worker in data["workers"]),
-            desired=data["desired"],
-            history={worker: (int(g), int(f), str(why)) for worker, (g, f, why) in (data["history"] or {}).items()},
+            controller=str(data["controller"]),
+            workers=tuple(codec.decode(WorkerRecord, worker) for worker in data["workers"]),
+            desired=None
+            if data["desired"] is None
+            else {name: _whole(number) for name, number in data["desired"].items()},
+            history={
+                worker: (_whole(g, MOST_FAILURES), _whole(f, MOST_FAILURES), str(why))
+                for worker, (g, f, why) in (data["history"] or {}).items()
+            },
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _FOREIGN:
         return None
+
+
+def _whole(value: object, most: int = MOST) -> int:
+    """ValueError where it is no count that any cluster has."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"a whole number up to {most} was expected, got {value!r}")
+    return value

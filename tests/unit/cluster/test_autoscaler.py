@@ -173,6 +173,26 @@ async def test_the_next_controller_goes_on_where_the_last_one_was(stage: Stage) 
     assert stage.sizes() == stage.workers, "a router it hears of for the first time is no reason for anything"
 
 
+async def test_what_an_operator_writes_while_it_decides_is_kept(stage: Stage) -> None:
+    """It was overwritten with sizes that rested on what was desired before, and another layout was lost for good."""
+    autoscaler = stage.autoscaler()
+    await stage.turn(autoscaler, 100.0)
+    theirs = Desired({name: DesiredPool(Role(name), 2, ParallelLayout(2)) for name in stage.workers})
+    control = ControlState(stage.store, stage.config.name)
+    await control.write_desired(theirs)
+    before = await stage.state.now()
+    assert await stage.turn(autoscaler, 100.0) == Desired({name: DesiredPool(Role(name), 1) for name in stage.workers})
+    assert await control.desired() == theirs
+    assert await stage.state.now() == before, "nor is it on record"
+    stage.at += 1.0
+    stage.desired = theirs
+    after = await autoscaler.turn(theirs, stage.seen())
+    assert after != theirs, "the next round decides at once, on what is desired now"
+    assert {pool.layout for pool in after.pools.values()} == {ParallelLayout(2)}
+    assert await control.desired() == after
+    assert [one.number for one in await stage.state.decisions()] == [1, 2]
+
+
 async def test_a_flushed_redis_takes_nothing_away_and_is_written_anew(stage: Stage) -> None:
     autoscaler = stage.autoscaler()
     await grown(stage, autoscaler)

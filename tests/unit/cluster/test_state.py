@@ -1,11 +1,21 @@
+import json
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
-from cluster.state import ControlState, ObservedState, WorkerRecord, configured, decode_desired, encode_desired, rebuilt
+from cluster.state import (
+    ControlState,
+    ObservedState,
+    WorkerRecord,
+    configured,
+    decode_desired,
+    decode_observed,
+    encode_desired,
+    rebuilt,
+)
 from headrace.config import AutoscalingConfig, ClusterConfig, PoolConfig
 from headrace.keys import Keys
 from headrace.store import Store, connect
@@ -29,6 +39,31 @@ def test_desired_survives_its_encoding() -> None:
 )
 def test_unreadable_desired_counts_as_lost(raw: str) -> None:
     assert decode_desired(raw) is None
+
+
+@pytest.mark.parametrize("number", ["1e400", "true", '"2"', "2.5", "1000000000000", "null", "[]"])
+def test_a_number_of_workers_that_is_none_counts_as_lost(number: str) -> None:
+    """An infinite one ended the controller, and one beyond all memory would have."""
+    raw = '{"a": {"role": "decode", "replicas": %s, "tp": 1, "pp": 1}}'
+    assert decode_desired(raw % "1") is not None
+    assert decode_desired(raw % number) is None
+    assert decode_desired("[" * 100_000) is None
+
+
+def test_observed_of_others_counts_as_absent() -> None:
+    whole = asdict(ObservedState("c", (WorkerRecord("d-0", "d", 1, "decode", "tp1·pp1", "ready", 1.5),), {"d": 1}))
+    assert decode_observed(json.dumps(whole)) is not None
+    (worker,) = whole["workers"]
+    for change in (
+        {"workers": [{**worker, "phase": 3}]},
+        {"workers": [{**worker, "generation": "x"}]},
+        {"workers": [{**worker, "in_phase_seconds": None}]},
+        {"desired": {"d": "many"}},
+        {"desired": "abc"},
+        {"history": {"d-0": [1e400, 1, ""]}},
+    ):
+        assert decode_observed(json.dumps({**whole, **change})) is None, change
+    assert decode_observed("[" * 100_000) is None
 
 
 def test_negative_replicas_count_as_lost() -> None:
@@ -123,3 +158,16 @@ async def test_desired_and_observed_are_read_back_and_forgotten(store: Store) ->
     await state.forget()
     assert await state.desired() is None
     assert await state.observed() is None
+
+
+@pytest.mark.redis
+async def test_a_key_of_another_type_counts_as_lost_and_is_written_anew(store: Store) -> None:
+    """It ended whoever read it, the controller first."""
+    state = ControlState(store, f"test-{uuid.uuid4().hex[:8]}")
+    keys = Keys(state.cluster)
+    await store.call(lambda redis: redis.lpush(keys.desired, "x"))
+    await store.call(lambda redis: redis.lpush(keys.observed, "x"))
+    assert await state.desired() is None
+    assert await state.observed() is None
+    await state.write_desired(DESIRED)
+    assert await state.desired() == DESIRED
