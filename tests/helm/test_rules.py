@@ -118,6 +118,13 @@ def test_every_alert_fires_in_a_unit_test() -> None:
     assert fired == {alert["alert"] for alert in ALERTS}
 
 
+def test_a_panel_says_what_panels_say() -> None:
+    """A comma in a title without quotes makes two keys of it."""
+    boards = yaml.safe_load((ROOT / "helm" / "dashboards.yaml").read_text(encoding="utf-8"))
+    panels = [panel for board in boards.values() for panel in board["panels"]]
+    assert {key for panel in panels for key in panel} == {"title", "unit", "draw", "stacked"}
+
+
 def test_dashboards_are_in_the_chart_as_they_are_in_its_files() -> None:
     data = named(rendered(example("one-8-gpu-node")), "ConfigMap", "hr-headrace-dashboards")["data"]
     assert {json.loads(text)["uid"] for text in data.values()} == {f"headrace-{path.stem}" for path in DASHBOARDS}
