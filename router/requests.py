@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from heapq import nsmallest
 
 from headrace.clock import Clock
 from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
@@ -116,12 +117,14 @@ class Requests:
             return running.explanation(running.state, self._clock.now())
         return self._explanations.find(request_id)
 
-    def recent(self) -> Iterator[Recent]:
-        """Those that run, from the oldest on, then those that ended, from the last on: as many as are remembered."""
+    def recent(self, tenant: str | None, num_running: int) -> Iterator[Recent]:
+        """Of this tenant, or of all: the oldest that run, at most so many, then those that ended, from the last on: as many
+        as are remembered. Each is made as it is asked for: a router may have thousands."""
         now = self._clock.now()
-        for flight in sorted(self._flights, key=lambda flight: flight.marks.began):
+        flights = (flight for flight in self._flights if tenant in (None, flight.job.tenant))
+        for flight in nsmallest(num_running, flights, key=lambda flight: flight.marks.began):
             yield flight.running(now)
-        yield from self._explanations.latest(now)
+        yield from (one for one in self._explanations.latest(now) if tenant in (None, one.outline.tenant))
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone for good: nothing is remembered of it, and no series speaks of it."""

@@ -38,7 +38,7 @@ class Computing(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
     def why(self, request_id: str, /) -> Explanation | None: ...
-    def recent(self) -> Iterator[Recent]: ...
+    def recent(self, tenant: str | None, num_running: int) -> Iterator[Recent]: ...
     def sharing(self, job: Job) -> AbstractContextManager[None]: ...
 
 
@@ -104,9 +104,9 @@ class SharedAnswers:
         """Of a request that was answered from another one's tokens: why those ran where they ran."""
         return self._requests.why(self._names.get(request_id, request_id))
 
-    def recent(self) -> Iterator[Recent]:
+    def recent(self, tenant: str | None, num_running: int) -> Iterator[Recent]:
         """The computations: who heard them too is not named."""
-        return self._requests.recent()
+        return self._requests.recent(tenant, num_running)
 
     def close(self) -> None:
         """Ends all computations."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from itertools import islice
 from types import AsyncGeneratorType
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +38,7 @@ class Streams(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[Piece]: ...
     def why(self, request_id: str, /) -> Explanation | None: ...
-    def recent(self) -> Iterator[Recent]: ...
+    def recent(self, tenant: str | None, num_running: int) -> Iterator[Recent]: ...
 
 
 class Relay:
@@ -154,10 +155,8 @@ class Edge:
     def recent(self, tenant: Tenant, limit: int) -> list[Recent]:
         """`limit` requests: up to half of them such that run, for the longest, then those that ended last. A tenant hears
         of its own, as above."""
-        heard = [one for one in self._requests.recent() if tenant.name in (DEFAULT_TENANT, one.outline.tenant)]
-        running = [one for one in heard if one.seconds_ago is None][: max(limit // 2, 1)]
-        ended = [one for one in heard if one.seconds_ago is not None]
-        return running + ended[: limit - len(running)]
+        own = None if tenant.name == DEFAULT_TENANT else tenant.name
+        return list(islice(self._requests.recent(own, max(limit // 2, 1)), limit))
 
     async def drain(self) -> None:
         """Takes no new requests from now on; returns when those in flight have ended, but for those whose clients took

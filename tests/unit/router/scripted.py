@@ -68,11 +68,12 @@ class Scripted:
     def why(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
 
-    def recent(self) -> Iterator[Recent]:
+    def recent(self, tenant: str | None, num_running: int) -> Iterator[Recent]:
         for running in (True, False):
-            for one in self.explanations.values():
-                if (one.outcome in STATES) == running:
-                    yield Recent(replace(one, whys=()), ("pair",), None if running else 3.0)
+            own = [one for one in self.explanations.values() if tenant in (None, one.tenant)]
+            alike = [one for one in own if (one.outcome in STATES) == running]
+            for one in alike[: num_running if running else None]:
+                yield Recent(replace(one, whys=()), ("pair",), None if running else 3.0)
 
     async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
         stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)

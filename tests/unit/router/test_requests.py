@@ -40,7 +40,7 @@ from router.decisions.placement import Ask, Candidate
 from router.decisions.record import Decision
 from router.decisions.view import View
 from router.explanations import Failure
-from router.flight import Piece
+from router.flight import Flight, Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
 
@@ -284,15 +284,22 @@ async def test_requests_are_listed_with_why_they_ran_where_they_ran_and_nothing_
             decode.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
             await task
         task, _ = await begin(on, decode, request_id="runs")
-        listed = list(on.requests.recent())
+        listed = list(on.requests.recent(None, 5))
         assert [(one.outline.request_id, one.outline.outcome, one.reasons) for one in listed] == [
             ("runs", "prefill", ("pair",)),
             ("second", "finished", ("pair",)),
             ("first", "finished", ("pair",)),
         ]
         assert [one.seconds_ago is None for one in listed] == [True, False, False]
-        task.cancel()
-        await asyncio.wait([task])
+        assert not list(on.requests.recent("another tenant", 5))
+        more, _ = await begin(on, decode, request_id="runs, too")
+        monkeypatch.setattr(Flight, "outline", lambda *_: pytest.fail("of thousands that run, a few are asked for"))
+        assert [one.outline.request_id for one in on.requests.recent(None, 0)] == ["second", "first"]
+        monkeypatch.undo()
+        assert next(on.requests.recent(None, 1)).outline.request_id == "runs"
+        for running in (task, more):
+            running.cancel()
+        await asyncio.wait([task, more])
 
 
 async def test_a_decode_worker_that_waited_too_long_for_another_prefill_worker_is_heard_under_the_old_name() -> None:
