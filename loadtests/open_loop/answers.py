@@ -49,6 +49,7 @@ class Answer:
     ended: float = float("nan")
     outcome: Outcome | None = None
     error: str = ""
+    asked_tokens: int = 0
 
     def hear(self, num_tokens: int) -> None:
         """New tokens, now."""
@@ -72,6 +73,11 @@ class Answer:
         if self.num_tokens < 2 or not self.times:
             return None
         return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
+
+    @property
+    def cut_short(self) -> bool:
+        """The server ended it before it was as long as was asked, as one does that knows no ignore_eos."""
+        return self.outcome is Outcome.FINISHED and self.num_tokens < self.asked_tokens
 
     @property
     def e2e_seconds(self) -> float:

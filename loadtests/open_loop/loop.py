@@ -63,7 +63,7 @@ async def run(
                     await asyncio.sleep(wait_seconds)
                 if progress.lost:
                     break
-                answer = Answer(ask.number, ask.due, now)
+                answer = Answer(ask.number, ask.due, now, asked_tokens=ask.max_tokens)
                 answers.append(answer)
                 requests.create_task(_hear(call, answer, timeout_seconds, progress))
     except* OwnLimit as limits:

@@ -40,7 +40,8 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Of the requests due after the warm-up. Latencies are of those that came so far, keyed p50, p90, p99 and mean;
-    `attainment` and goodput are of all, failed, shed and timed-out ones too. ITL: the gaps between events of one answer."""
+    `attainment` and goodput are of all, failed, shed and timed-out ones too. ITL: the gaps between events of one answer.
+    `num_cut_short` finished with fewer tokens than were asked for: less was offered than the rate and the lengths say."""
 
     num_requests: int
     num_warmup: int
@@ -63,6 +64,7 @@ class Summary:
     lag_seconds: dict[str, float]
     cpu_share: float
     strains: list[str]
+    num_cut_short: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,6 +120,7 @@ def summarise(run: Run, slo: Slo, warmup_seconds: float, seed: int = 0) -> Summa
         lag_seconds=percentiles(run.effort.lag_seconds),
         cpu_share=run.effort.cpu_share,
         strains=strains(run.effort),
+        num_cut_short=sum(answer.cut_short for answer in counted),
     )
 
 

@@ -120,6 +120,11 @@ def notes(points: Sequence[Point]) -> list[str]:
             f"at {point.rate:g}/s {number} of {one.num_requests} requests: {error}"
             for error, number in one.errors.items()
         ]
+        if one.num_cut_short:
+            found.append(
+                f"at {point.rate:g}/s {one.num_cut_short} of {one.num_requests} answers were shorter than asked: the "
+                "server ends them by itself (it must take ignore_eos), and had less to do than the trace says"
+            )
         if point.num_removed:
             found.append(
                 f"at {point.rate:g}/s {point.num_removed} requests were too long for the context, and left out"

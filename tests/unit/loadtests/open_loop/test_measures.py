@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from headrace.goodput import Slo
 from loadtests.open_loop.answers import Answer, Effort, Outcome, Run
 from loadtests.open_loop.measures import Figure, summarise
+from loadtests.open_loop.show import notes
 from loadtests.open_loop.strain import strains
+from loadtests.open_loop.sweep import Point
 
 SLO = Slo(ttft_seconds=1.0, tpot_seconds=0.1)
 EASY = Effort([0.0], [0.0], 0.1)
@@ -53,6 +55,15 @@ def test_what_did_not_finish_stays_in_the_denominator() -> None:
     assert found.attainment.value == 0.25
     assert found.goodput_per_second.value == pytest.approx(0.25)
     assert found.outcomes == {"finished": 25, "shed": 25, "timed_out": 25, "failed": 25}
+
+
+def test_answers_shorter_than_asked_are_told_of() -> None:
+    short, whole, failed = answer(0.0, 0.4), answer(1.0, 0.4), answer(2.0, 0.4, outcome=Outcome.FAILED)
+    short.asked_tokens, whole.asked_tokens, failed.asked_tokens = 6, 5, 6
+    found = summarise(made([short, whole, failed]), SLO, 0.0)
+    assert found.num_cut_short == 1
+    (note,) = notes([Point(3.0, 0, 0.0, found, [])])
+    assert note.startswith("at 3/s 1 of 3 answers were shorter than asked")
 
 
 def test_a_request_that_had_tokens_and_failed_is_not_good() -> None:
