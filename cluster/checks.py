@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cluster.model_cache import local_source
 from cluster.session import all_folders
+from headrace.client import TLS_SCHEME
 from headrace.config import ClusterConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
 from workers.kv.layout import shard
@@ -102,7 +103,7 @@ def _by_whom(port: int) -> str:
     """Where a cluster that runs here has the port: which, and what to do about it."""
     for folder in all_folders():
         session = folder.read() if folder.running else None
-        places = (session.http_url, f"//{session.grpc_address}") if session is not None else ()
+        places = (session.http_url, f"//{session.grpc_address.removeprefix(TLS_SCHEME)}") if session is not None else ()
         if port in {urlsplit(place).port for place in places}:
             name = folder.cluster
             return f" by the cluster {name!r}: end it with `headrace down --cluster {name}`, or choose another port"

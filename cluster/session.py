@@ -20,8 +20,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from headrace.config import TlsConfig
 from headrace.errors import ConfigError
 from headrace.store import public
+from headrace.tls import ClientTls
 
 UP = "up"
 
@@ -29,7 +31,8 @@ UP = "up"
 @dataclass(frozen=True, slots=True)
 class Session:
     """One running cluster. `children`: process ids by name. `ray_address` is empty when Ray is the session's own, and
-    ends with it. `ready` once it serves. `console_url` is empty where no console is served."""
+    ends with it. `ready` once it serves. `console_url` is empty where no console is served. `tls`: where routers speak it,
+    how to meet them, as client_tls says it; the addresses say that they do."""
 
     cluster: str
     pid: int
@@ -42,10 +45,21 @@ class Session:
     children: Mapping[str, int] = field(default_factory=dict)
     ready: bool = False
     console_url: str = ""
+    tls: Mapping[str, str | None] | None = None
+
+    @property
+    def client_tls(self) -> ClientTls | None:
+        return ClientTls(**self.tls) if self.tls is not None else None
 
     def shown(self) -> "Session":
         """Fit to be printed: without Redis' password."""
         return replace(self, redis_url=public(self.redis_url))
+
+
+def remembered(tls: TlsConfig | None) -> Mapping[str, str | None] | None:
+    """What a session says of it."""
+    its = ClientTls.of(tls)
+    return asdict(its) if its is not None else None
 
 
 class SessionFolder:

@@ -12,6 +12,7 @@ import pathlib
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from router.edge.common import Edge
 from router.edge.connections import BoundedHttp, HttpServer
 from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
+from router.edge.tls import CertificateGate, Certificates
 from router.edge.validate import JobMaker
 from router.flight import Job
 from router.keyring import Keyring, load_keyring, read_keys
@@ -58,11 +60,16 @@ async def serve(
     serving: Callable[[str], None] = print,
 ) -> None:
     """Runs one router until it is told to stop; `serving` gets its one line. HeadraceError when it cannot start."""
-    models = load_models(config)
+    clock, tls = SystemClock(), config.router.tls
+    certificates = Certificates(tls, clock) if tls is not None else None
     keyring = load_keyring(config)
+    models = load_models(config)
     signals = _signals()
     http_socket = _bind(config.router.host, config.router.http_port)
-    grpc, grpc_port = open_server(config.router.host, config.router.grpc_port, config.limits.max_body_bytes)
+    credentials = certificates.grpc_credentials() if certificates is not None else None
+    grpc, grpc_port = open_server(
+        config.router.host, config.router.grpc_port, config.limits.max_body_bytes, credentials
+    )
     async with contextlib.AsyncExitStack() as ends:
         ends.callback(http_socket.close)
         ends.push_async_callback(grpc.stop, None)
@@ -72,7 +79,7 @@ async def serve(
             ends.push_async_callback(store.close)
         note_decision = ends.enter_context(decision_log(config.router.decision_log, time.time))
         router_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        clock, sampler = SystemClock(), Sampler(config.tracing.sample_fraction, secrets.randbits)
+        sampler = Sampler(config.tracing.sample_fraction, secrets.randbits)
         spans = open_spans(config.tracing.otlp_endpoint, clock, "headrace-router", router_id)
         if spans is not None:
             ends.push_async_callback(spans.close)
@@ -95,7 +102,10 @@ async def serve(
         _TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         health = add_services(grpc, edge)
         app = OpenAi(edge, config.limits.max_body_bytes, time.time, config.router.comment_seconds).app()
-        http = HttpServer(_http_config(app, config.router.keep_alive_seconds))
+        if tls is not None and tls.client_ca_file is not None:
+            app = CertificateGate(app)
+        context = certificates.http_context() if certificates is not None else None
+        http = HttpServer(_http_config(app, config.router.keep_alive_seconds, context))
         changed = asyncio.Event()
         core.sessions.listen(lambda _: changed.set())
         async with asyncio.TaskGroup() as group:
@@ -172,7 +182,7 @@ async def _tell_health(health: Health, changed: asyncio.Event) -> None:
         await health.changed()
 
 
-def _http_config(app: ASGIApp, keep_alive_seconds: int) -> uvicorn.Config:
+def _http_config(app: ASGIApp, keep_alive_seconds: int, context: ssl.SSLContext | None = None) -> uvicorn.Config:
     """Idle connections are kept longer than clients keep them: whoever closes first must be the client."""
     return uvicorn.Config(
         app,
@@ -185,6 +195,7 @@ def _http_config(app: ASGIApp, keep_alive_seconds: int) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=keep_alive_seconds,
         timeout_graceful_shutdown=int(CLOSE_SECONDS),
+        ssl_context_factory=None if context is None else lambda *_: context,
     )
 
 

@@ -8,9 +8,13 @@ import json
 import os
 import pathlib
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
+
+from cluster.commands.tls_options import tls_options
+from headrace.tls import TLS_VARIABLE, ClientTls
 
 ABOVE_NOUGHT = click.FloatRange(min=0, min_open=True)
 AT_LEAST_ONE = click.IntRange(min=1)
@@ -25,6 +29,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--http", is_flag=True, help="The cluster that runs here over HTTP and not over gRPC.")
 @click.option("--model", help="The model's name; the first that is served, unless given.")
 @click.option("--api-key", envvar="HEADRACE_API_KEY", help="Or $HEADRACE_API_KEY.")
+@tls_options
 @click.option(
     "--trace", help="Replay these requests: Azure .csv or Mooncake .jsonl, with the prefixes that they share."
 )
@@ -61,6 +66,7 @@ def command(
     url: str | None,
     http: bool,
     api_key: str | None,
+    tls: ClientTls | None,
     rate: float | None,
     rates: str | None,
     out: str | None,
@@ -79,7 +85,7 @@ def command(
     if traffic["trace"] is not None and traffic["shape"] is not None:
         raise click.UsageError("give either --trace or --shape")
     plan = {name: value for name, value in traffic.items() if value is not None}
-    plan["edge"], plan["address"] = _target(cluster, address, url, http, dry_run)
+    plan["edge"], plan["address"], found = _target(cluster, address, url, http, dry_run)
     if rate is not None:
         plan["rates"] = (rate,)
     elif rates is not None:
@@ -87,20 +93,24 @@ def command(
     if out is not None:
         plan["out"] = str(pathlib.Path(out))
     plan["dry_run"] = dry_run
+    tls = tls or found
     environment = {**os.environ, "HEADRACE_API_KEY": api_key or ""}
+    environment[TLS_VARIABLE] = json.dumps(asdict(tls)) if tls is not None else ""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "loadtests.open_loop", json.dumps(plan)], environment)
 
 
-def _target(cluster: str | None, address: str | None, url: str | None, http: bool, dry_run: bool) -> tuple[str, str]:
-    """(edge, where). A dry run needs none."""
+def _target(
+    cluster: str | None, address: str | None, url: str | None, http: bool, dry_run: bool
+) -> tuple[str, str, ClientTls | None]:
+    """(edge, where, how it is met by TLS as far as that is known). A dry run needs none."""
     if url is not None:
-        return "http", url
+        return "http", url, None
     if address is not None:
-        return "grpc", address
+        return "grpc", address, None
     if dry_run:
-        return "grpc", ""
+        return "grpc", "", None
     from cluster.commands.status import read  # and with it Ray, which other servers' load need not wait for
 
     session = read(cluster)
-    return ("http", session.http_url) if http else ("grpc", session.grpc_address)
+    return *(("http", session.http_url) if http else ("grpc", session.grpc_address)), session.client_tls

@@ -9,7 +9,7 @@ import click
 from cluster import keeper
 from cluster.commands.up import load
 from cluster.console.serve import PATH
-from cluster.session import Session, SessionFolder
+from cluster.session import Session, SessionFolder, remembered
 from cluster.signals import Signals
 from headrace.config import ClusterConfig
 from router.keyring import read_keys
@@ -59,6 +59,7 @@ def command(
         redis_url=redis.url or "",
         ray_address=ray.address or "",
         ready=True,
+        tls=remembered(cluster.router.tls),
         console_url=f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http_port}{PATH}",
     )
     asyncio.run(_keep(cluster.model_copy(update={"redis": redis, "ray": ray}), session, host, http_port, keys))

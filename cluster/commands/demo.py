@@ -120,7 +120,7 @@ async def _serve_and_ask(config: ClusterConfig, report: Report) -> list[Answer]:
 async def _ask(session: Session) -> list[Answer]:
     answers: list[Answer] = []
     messages: list[dict[str, str]] = []
-    async with AsyncClient(session.grpc_address) as client:
+    async with AsyncClient(session.grpc_address, tls=session.client_tls) as client:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             async for piece in measured(client.chat(messages, **GREEDY.given())):

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from cluster.commands.status import read
+from cluster.commands.tls_options import tls_options
 from cluster.talk import AsyncClient, Options
+from headrace.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +21,30 @@ class Target:
     address: str | None
     model: str | None
     api_key: str | None
+    tls: ClientTls | None = None
 
     def client(self) -> AsyncClient:
-        address = self.address or read(self.cluster).grpc_address
-        return AsyncClient(address, model=self.model, api_key=self.api_key)
+        address, tls = self.address, self.tls
+        if address is None:
+            session = read(self.cluster)
+            address, tls = session.grpc_address, tls or session.client_tls
+        return AsyncClient(address, model=self.model, api_key=self.api_key, tls=tls)
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options; the command gets `target` and `options`."""
 
     @click.option("--cluster", help="The cluster's name; not needed when there is one.")
-    @click.option("--address", help="A router's gRPC address, instead of a cluster that runs here.")
+    @click.option(
+        "--address", help="A router's gRPC address, instead of a cluster that runs here; grpcs://HOST:PORT is TLS."
+    )
     @click.option("--model", help="The model's name; the one that is served, unless given.")
     @click.option("--api-key", envvar="HEADRACE_API_KEY", help="Or $HEADRACE_API_KEY.")
     @click.option("--max-tokens", type=click.IntRange(min=1))
     @click.option("--temperature", type=click.FloatRange(min=0))
     @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True))
     @click.option("--seed", type=click.IntRange(min=0))
+    @tls_options
     @functools.wraps(command)
     def wrapped(
         cluster: str | None,
@@ -46,9 +55,10 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         temperature: float | None,
         top_p: float | None,
         seed: int | None,
+        tls: ClientTls | None,
         **others: Any,
     ) -> Any:
-        target = Target(cluster, address, model, api_key)
+        target = Target(cluster, address, model, api_key, tls)
         return command(target=target, options=Options(max_tokens, temperature, top_p, seed), **others)
 
     return wrapped

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from cluster.commands.up import load
-from cluster.session import Session, find
+from cluster.session import Session, find, remembered
 from cluster.snapshot import Snapshot, WorkerStatus, take
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError
@@ -65,10 +65,11 @@ def described(config: ClusterConfig, path: pathlib.Path) -> Session:
         pid=0,
         config_path=str(path),
         model_name=config.model_name,
-        http_url=f"http://{router.host}:{router.http_port}",
-        grpc_address=f"{router.host}:{router.grpc_port}",
+        http_url=router.http_url(),
+        grpc_address=router.grpc_address(),
         redis_url=url,
         ready=True,
+        tls=remembered(router.tls),
     )
 
 

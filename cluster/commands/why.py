@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.commands.status import read
+from cluster.commands.tls_options import tls_options
 from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
 from headrace.metrics import Stage
+from headrace.tls import ClientTls
 from router.decisions.codec import decode
 from router.decisions.placement import Candidate, Pair, Why
 from router.explanations import Explanation
@@ -46,17 +48,27 @@ STAGES = {
     help="Routers to ask instead; may be given often: until one knows.",
 )
 @click.option("--api-key", envvar="HEADRACE_API_KEY", help="Or $HEADRACE_API_KEY; where routers have keys.")
+@tls_options
 @click.option("--all", "with_all", is_flag=True, help="Every candidate, also those that were far from the best.")
 @click.option("--json", "as_json", is_flag=True, help="The whole explanation, as one object.")
 def command(
-    request_id: str, cluster: str | None, routers: tuple[str, ...], api_key: str | None, with_all: bool, as_json: bool
+    request_id: str,
+    cluster: str | None,
+    routers: tuple[str, ...],
+    api_key: str | None,
+    tls: ClientTls | None,
+    with_all: bool,
+    as_json: bool,
 ) -> None:
     """Explain request REQUEST_ID (X-Request-Id, or the id of its answer): the workers that were compared, what was
     predicted of each, the pairs and their prices, the choice; then what happened.
 
     A router remembers those that run and the last 512 that ended.
     """
-    found = ask(routers or (read(cluster).http_url,), request_id, api_key)
+    if not routers:
+        session = read(cluster)
+        routers, tls = (session.http_url,), tls or session.client_tls
+    found = ask(routers, request_id, api_key, tls)
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -69,20 +81,24 @@ def command(
     console.print(render(explanation, num_rows=None if with_all else MAX_ROWS))
 
 
-def ask(routers: Sequence[str], request_id: str, api_key: str | None) -> Any:
+def ask(routers: Sequence[str], request_id: str, api_key: str | None, tls: ClientTls | None = None) -> Any:
     """What the first router that knows the request says. One that does not answer hides nothing that another knows."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     silent: HeadraceError | None = None
-    with httpx.Client(headers=headers, timeout=BUDGET_SECONDS, trust_env=False) as client:
+    tls = tls or ClientTls()
+    with httpx.Client(headers=headers, timeout=BUDGET_SECONDS, trust_env=False, verify=tls.context()) as client:
         for router in routers:
             try:
-                response = client.get(f"{router.rstrip('/')}/why/{quote(request_id, safe='')}")
+                url = f"{router.rstrip('/')}/why/{quote(request_id, safe='')}"
+                response = client.get(url, extensions=tls.extensions)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 silent = Unavailable(f"{router} does not answer: {error}")
                 continue
             if response.status_code == 200:
                 return response.json()
             if response.status_code == 401:
+                if "certificate" in response.text:
+                    raise Unauthenticated(f"{router} needs a client certificate: give --client-cert-file and its key")
                 raise Unauthenticated(f"{router} needs an API key: give --api-key or set $HEADRACE_API_KEY")
             if response.status_code != 404:
                 silent = Unavailable(f"{router} answered with status {response.status_code}")

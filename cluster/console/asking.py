@@ -19,6 +19,7 @@ from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock
 from headrace.errors import HeadraceError, InternalError, Unavailable
 from headrace.reports import RouterReport
+from headrace.tls import ClientTls
 from router.decisions.codec import decode
 from router.explanations import Recent
 
@@ -104,14 +105,18 @@ def seen(records: Sequence[WorkerRecord], said: Mapping[str, Said[WorkerReport]]
 
 
 class Routers:
-    """What routers answer over HTTP; `api_key` where they ask for one."""
+    """What routers answer over HTTP; `api_key` where they ask for one, `tls` where they speak it."""
 
-    def __init__(self, api_key: str | None) -> None:
+    def __init__(self, api_key: str | None, tls: ClientTls | None = None) -> None:
+        """ConfigError when a file of `tls` cannot be used."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=ROUTER_SECONDS, trust_env=False)
+        self._scheme = "https" if tls is not None else "http"
+        self._extensions = tls.extensions if tls is not None else {}
+        verify = tls.context() if tls is not None else False
+        self._client = httpx.AsyncClient(headers=headers, timeout=ROUTER_SECONDS, trust_env=False, verify=verify)
 
     async def requests(self, address: str) -> tuple[Recent, ...]:
-        response = await self._get(f"http://{address}/requests?limit={NUM_REQUESTS}")
+        response = await self._get(f"{self._scheme}://{address}/requests?limit={NUM_REQUESTS}")
         match response.status_code:
             case 200:
                 try:
@@ -119,18 +124,19 @@ class Routers:
                 except (ValueError, KeyError, TypeError) as error:
                     raise InternalError(f"its list of requests is of another version: {error}") from error
             case 401:
-                raise Unavailable("it wants an API key for its list of requests, and none is known here")
+                what = "a client certificate" if "certificate" in response.text else "an API key"
+                raise Unavailable(f"it wants {what} for its list of requests, and none is known here")
             case status:
                 raise Unavailable(f"it answered with status {status} when asked for its requests")
 
     async def why(self, address: str, request_id: str) -> tuple[int, bytes]:
         """Status and body, as the router gave them."""
-        response = await self._get(f"http://{address}/why/{quote(request_id, safe='')}")
+        response = await self._get(f"{self._scheme}://{address}/why/{quote(request_id, safe='')}")
         return response.status_code, response.content
 
     async def _get(self, url: str) -> httpx.Response:
         try:
-            return await self._client.get(url)
+            return await self._client.get(url, extensions=self._extensions)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(f"it does not answer: {type(error).__name__}") from error
 

@@ -31,6 +31,7 @@ from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.reports import RouterReport
 from headrace.store import Store
+from headrace.tls import ClientTls
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Watcher:
         wall_seconds: Callable[[], float],
         api_key: str | None = None,
         plan: PlanFile | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         self._cluster = cluster
         self._store = store
@@ -61,7 +63,7 @@ class Watcher:
         self._wall_seconds = wall_seconds
         self._traffic = Traffic(WINDOW_SECONDS)
         self._rings = {"recent": Ring(IDLE_SECONDS, 180), "day": Ring(300.0, 288)}
-        self._routers = Routers(api_key)
+        self._routers = Routers(api_key, tls)
         self._describes = Asking(describe, clock, MAX_WORKERS_A_LOOK)
         self._requests = Asking(self._routers.requests, clock, MAX_ROUTERS_A_LOOK)
         self._observed, self._controller = ObservedState(""), ""
@@ -89,8 +91,9 @@ class Watcher:
         api_key: str | None,
         plan: PlanFile | None = None,
     ) -> "Watcher":
-        api = f"http://{config.router.host}:{config.router.http_port}/v1"
-        return cls(Cluster(config.name, config.model_name, api), store, rules, clock, wall_seconds, api_key, plan)
+        cluster = Cluster(config.name, config.model_name, f"{config.router.http_url()}/v1")
+        tls = ClientTls.of(config.router.tls)
+        return cls(cluster, store, rules, clock, wall_seconds, api_key, plan, tls)
 
     async def run(self) -> None:
         """Until it is cancelled."""

@@ -19,6 +19,7 @@ import uvloop
 from rich.console import Console
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.tls import TLS_VARIABLE, ClientTls
 from headrace.traces import Prompts
 from loadtests import report
 from loadtests.open_loop import html, pictures, process
@@ -80,10 +81,11 @@ def bench(given: Mapping[str, Any]) -> int:
 async def _measured(plan: Plan, folder: Folder | None, console: Console) -> tuple[Plan, list[Point]]:
     """The plan with its model, and what came of it. Nothing is written before the server has answered."""
     key = os.environ.get("HEADRACE_API_KEY") or None
+    tls = ClientTls(**json.loads(said)) if (said := os.environ.get(TLS_VARIABLE)) else None
     opened: AbstractAsyncContextManager[Client] = (
-        grpc_client(plan.address, model=plan.model, api_key=key)
+        grpc_client(plan.address, model=plan.model, api_key=key, tls=tls)
         if plan.edge == "grpc"
-        else http_client(plan.address, model=plan.model, api_key=key)
+        else http_client(plan.address, model=plan.model, api_key=key, tls=tls)
     )
     async with opened as client:
         served = await client.served()

@@ -6,6 +6,7 @@ from functools import partial
 
 from headrace.client import AsyncClient
 from headrace.errors import InternalError, Unavailable
+from headrace.tls import ClientTls
 from loadtests.open_loop.answers import Answer, Ask
 from loadtests.open_loop.client import Call, Served, Unreachable, chosen
 
@@ -50,7 +51,7 @@ class GrpcClient:
 
 @asynccontextmanager
 async def grpc_client(
-    address: str, *, model: str | None = None, api_key: str | None = None
+    address: str, *, model: str | None = None, api_key: str | None = None, tls: ClientTls | None = None
 ) -> AsyncIterator[GrpcClient]:
-    async with AsyncClient(address, model=model, api_key=api_key) as client:
+    async with AsyncClient(address, model=model, api_key=api_key, tls=tls) as client:
         yield GrpcClient(client, address, model)

@@ -6,7 +6,6 @@ httpx costs 0.1 ms an event; a parser in C on a bare transport holds thousands o
 import asyncio
 import errno
 import json
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from headrace.errors import (
     Unauthenticated,
     Unavailable,
 )
+from headrace.tls import ClientTls
 from loadtests.open_loop.answers import Answer, Ask
 from loadtests.open_loop.client import Call, OwnLimit, Served, Unreachable, chosen
 
@@ -161,11 +161,15 @@ class Connection(asyncio.Protocol):
 class HttpClient:
     """Owns its connections. `url` is the server's, with or without /v1."""
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str | None = None, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError.out_of_range("url", url, "http://HOST:PORT or https://HOST")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        tls = tls or ClientTls()
+        self._tls = tls.context() if parts.scheme == "https" else None
+        self._server_name = tls.server_name if parts.scheme == "https" else None
         self._host = parts.hostname
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -226,7 +230,9 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    Connection, self._host, self._port, ssl=self._tls, server_hostname=self._server_name
+                )
         except (OSError, TimeoutError) as error:
             if isinstance(error, OSError) and error.errno in OWN_ERRNOS:
                 raise OwnLimit(f"this machine lets the load generator open no more connections: {error}") from error
@@ -236,8 +242,10 @@ class HttpClient:
 
 
 @asynccontextmanager
-async def http_client(url: str, *, model: str | None = None, api_key: str | None = None) -> AsyncIterator[HttpClient]:
-    client = HttpClient(url, model, api_key)
+async def http_client(
+    url: str, *, model: str | None = None, api_key: str | None = None, tls: ClientTls | None = None
+) -> AsyncIterator[HttpClient]:
+    client = HttpClient(url, model, api_key, tls)
     try:
         yield client
     finally:

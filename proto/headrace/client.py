@@ -25,12 +25,14 @@ from headrace.errors import (
     Unavailable,
     rebuild,
 )
+from headrace.tls import ClientTls
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from headrace.values import TokenLogprobs, Usage
 
 ERROR_KEY = "headrace-error"
 NUMBERS_KEY = "headrace-numbers-bin"
 RETRY_KEY = "retry-after"
+TLS_SCHEME = "grpcs://"
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 
@@ -108,15 +110,22 @@ class _Requests:
 
 
 class Client(_Requests):
-    """A channel to one router, used as a context manager. `model` None: the one that the router serves.
+    """A channel to one router, used as a context manager. `model` None: the one that the router serves. It is by TLS where
+    `tls` is given, or the address begins with grpcs://.
 
     Parameters of `generate` and `chat` by name: those of headrace.v1.Sampling, and model, priority, cache_salt,
     service_class, request_id and `timeout` (seconds for the whole request).
     """
 
-    def __init__(self, address: str, *, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str, *, model: str | None = None, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
         super().__init__(model, api_key)
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        place, credentials, options = _channel(address, tls)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(place, options=options)
+        else:
+            self._channel = grpc.secure_channel(place, credentials, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Client":
@@ -183,9 +192,15 @@ class Client(_Requests):
 class AsyncClient(_Requests):
     """The same as Client for asyncio; used as an async context manager."""
 
-    def __init__(self, address: str, *, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str, *, model: str | None = None, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
         super().__init__(model, api_key)
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        place, credentials, options = _channel(address, tls)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(place, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(place, credentials, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> "AsyncClient":
@@ -254,6 +269,16 @@ class AsyncClient(_Requests):
             return await method(request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _error(error) from error
+
+
+def _channel(address: str, tls: ClientTls | None) -> tuple[str, Any, Any]:
+    """Where to, the credentials (None: plain), and the channel's options. ConfigError when a file cannot be used."""
+    place = address.removeprefix(TLS_SCHEME)
+    if tls is None and place == address:
+        return place, None, _OPTIONS
+    tls = tls or ClientTls()
+    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name is not None else ()
+    return place, grpc.ssl_channel_credentials(*tls.pems()), (*_OPTIONS, *name)
 
 
 _CHANNEL_ERRORS: Mapping[grpc.StatusCode, type[HeadraceError]] = {

@@ -12,6 +12,7 @@ An unknown key or an impossible value raises ConfigError with the key, the value
 """
 
 import pathlib
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -222,6 +223,28 @@ class AutoscalingConfig(_Section):
         return self.mode == "controller"
 
 
+class TlsConfig(_Section):
+    """TLS of both edges, by files in PEM, which are read again when they change. Relative: from where the file is."""
+
+    cert_file: str = Field(min_length=1, description="the certificate, and those between it and its CA")
+    key_file: str = Field(min_length=1, description="its key, without a password")
+    client_ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="mutual TLS: clients must show a certificate that one of these signed, but for /health and /ready",
+    )
+    ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="who signed `cert_file`, for our own clients: chat, why, the console; null: whom the machine trusts",
+    )
+    server_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a name in the certificate, for our own clients; null: the address at which they find the router",
+    )
+
+
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
@@ -235,6 +258,15 @@ class RouterConfig(_Section):
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     silent_seconds: float = Field(default=5.0, gt=0, description="a worker whose session is silent so long is out")
     decision_log: DecisionLogConfig = DecisionLogConfig()
+    tls: TlsConfig | None = Field(default=None, description="null: plain HTTP and gRPC")
+
+    def http_url(self, host: str | None = None) -> str:
+        """Of what listens at `http_port`; `host` where it is reached by another name."""
+        return f"{'https' if self.tls is not None else 'http'}://{host or self.host}:{self.http_port}"
+
+    def grpc_address(self, host: str | None = None) -> str:
+        """As headrace.client takes it."""
+        return f"{'grpcs://' if self.tls is not None else ''}{host or self.host}:{self.grpc_port}"
 
 
 class TracingConfig(_Section):
@@ -409,12 +441,18 @@ def _section(path: list[str]) -> type[BaseModel] | None:
     kind: Any = ClusterConfig
     for part in path:
         if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
-            kind = kind.model_fields[part].annotation
+            kind = _given(kind.model_fields[part].annotation)
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
         else:
             return None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _given(kind: Any) -> Any:
+    """What a key has that may also be null."""
+    kinds = [one for one in get_args(kind) if one is not NoneType] if get_origin(kind) is UnionType else []
+    return kinds[0] if len(kinds) == 1 else kind
 
 
 def _range(field: FieldInfo) -> str:
@@ -445,6 +483,11 @@ def _placed(config: ClusterConfig, folder: pathlib.Path) -> ClusterConfig:
     if log.path is not None:
         log = log.model_copy(update={"path": str(folder / pathlib.Path(log.path).expanduser())})
         config = config.model_copy(update={"router": config.router.model_copy(update={"decision_log": log})})
+    if config.router.tls is not None:
+        files = config.router.tls.model_dump(exclude={"server_name"}, exclude_none=True)
+        placed = {name: str(folder / pathlib.Path(file).expanduser()) for name, file in files.items()}
+        tls = config.router.tls.model_copy(update=placed)
+        config = config.model_copy(update={"router": config.router.model_copy(update={"tls": tls})})
     if plan is not None:
         placed = {"plan": str(folder / pathlib.Path(plan).expanduser())}
         config = config.model_copy(update={"console": config.console.model_copy(update=placed)})

@@ -8,7 +8,7 @@ already on its way (pipelined).
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES = 64 * 2**10
 SENDS_NOTHING_SECONDS = 60.0
 READS_NOTHING_SECONDS = 60.0
+
+CERTIFICATE_SHOWN = "headrace.certificate"  # in the scope of a request: its client showed one, and it is right
 
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -30,9 +32,12 @@ class BoundedHttp(HttpToolsProtocol):
     _patience: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _running: Any = None
+    _certificate_shown = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        ssl_object = transport.get_extra_info("ssl_object")
+        self._certificate_shown = bool(ssl_object is not None and ssl_object.getpeercert())
         self._patience = self.loop.call_later(self.timeout_keep_alive, self._lose_patience)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -61,6 +66,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CERTIFICATE_SHOWN] = self._certificate_shown
         self._is_under_way = True
         self._be_patient()
 

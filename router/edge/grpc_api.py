@@ -157,8 +157,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await self._watched.set(service, status)
 
 
-def open_server(host: str, port: int, max_message_bytes: int) -> tuple[Any, int]:
-    """A grpc.aio server that holds its port and serves nothing yet; ConfigError when the port cannot be had."""
+def open_server(host: str, port: int, max_message_bytes: int, credentials: Any = None) -> tuple[Any, int]:
+    """A grpc.aio server that holds its port and serves nothing yet, plain where there are no `credentials`; ConfigError
+    when the port cannot be had."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -168,7 +169,10 @@ def open_server(host: str, port: int, max_message_bytes: int) -> tuple[Any, int]
         ]
     )
     try:
-        return server, server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if credentials is None:
+            return server, server.add_insecure_port(place)
+        return server, server.add_secure_port(place, credentials)
     except RuntimeError as error:
         raise ConfigError(f"router.grpc_port: cannot listen on {host}:{port}", key="router.grpc_port") from error
 
