@@ -5,6 +5,7 @@ import gzip
 import json
 import pathlib
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,5 +52,5 @@ def read_recording(path: pathlib.Path) -> Recording:
         data = path.read_bytes()
         recording = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         return Recording(recording)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{path} is no recording of a console: {error!r}", key="--recorded", value=path) from error

@@ -3,6 +3,8 @@
 Names and reasons are text of others: they are passed on as they are, cut to a length, and the page shows them as text.
 """
 
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -150,6 +152,23 @@ def point(shown: Json) -> Json:
             for pool in shown["pools"][:16]
         },
     }
+
+
+def as_json(shown: Json) -> bytes:
+    """As a browser reads it: JSON knows no number that is none, and one of them was the end of the page."""
+    try:
+        return json.dumps(shown, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(finite(shown), separators=(",", ":"), allow_nan=False).encode()
+
+
+def finite(value: Any) -> Any:
+    """None in the place of what is no finite number, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _traffic(look: Look) -> Json:

@@ -6,7 +6,6 @@ however many watch. Nothing that a look meets ends it: what does not answer is p
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from cluster.console.decisions import MAX_DECISIONS
 from cluster.console.plan_file import PlanFile
 from cluster.console.traffic import Ring, Traffic
 from cluster.console.verdict import Rules, Sources
-from cluster.console.view import Cluster, Look, point, scene
+from cluster.console.view import Cluster, Look, as_json, finite, point, scene
 from cluster.router_reports import router_reports
 from cluster.scaling.values import Recorded
 from cluster.scaling_state import ScalingState
@@ -127,9 +126,9 @@ class Watcher:
         now = self._clock.now()
         for ring in self._rings.values():
             if ring.due(now):
-                ring.add(now, point(shown))
+                ring.add(now, finite(point(shown)))
         shown["point"] = self._rings["recent"].points[-1]
-        self.scene = json.dumps(shown, separators=(",", ":")).encode()
+        self.scene = as_json(shown)
         self._tell()
 
     def history(self) -> dict[str, Any]:

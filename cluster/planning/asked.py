@@ -19,7 +19,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, strict=False)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class GpuAsked(_Section):
@@ -144,6 +144,16 @@ class PlanAsked(_Section):
     engine: EngineAsked = EngineAsked()
     api: ApiAsked | None = None
     simulate: SimulateAsked = SimulateAsked()
+
+    @model_validator(mode="after")
+    def _each_type_once(self) -> "PlanAsked":
+        names = [gpu.type for gpu in self.gpus]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"gpus: {twice} is named twice: a plan knows one price of each type, and one number of them"
+            )
+        return self
 
     @property
     def held(self) -> Precision:

@@ -124,6 +124,9 @@ def _unreachable(many: Pools, prefill: Worker, decode: Worker, load: Load, targe
         return Unreachable(0.0, math.inf, math.inf, alone.reason)
     share = target.attainment
     ttft, tpot = alone.ttft_within_share(share), alone.tpot_within_share(share)
+    if alone.attainment >= share:
+        why = f"{load.requests_per_second:.3g} requests/s need more than {MOST_WORKERS:,} workers of a pool"
+        return Unreachable(alone.attainment, ttft, tpot, why)
     return Unreachable(
         alone.attainment,
         ttft,

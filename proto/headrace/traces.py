@@ -6,6 +6,7 @@ input_length, output_length, hash_ids: one id per 512 prompt tokens, equal ids a
 
 import csv
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -125,9 +126,11 @@ def _mooncake(path: pathlib.Path) -> Iterator[TraceRow]:
             try:
                 record = json.loads(line)
                 seconds = float(record["timestamp"]) / 1e3
+                if not math.isfinite(seconds):
+                    raise ValueError(f"a timestamp must be a finite number, got {record['timestamp']}")
                 sizes = int(record["input_length"]), int(record["output_length"])
                 prefix_ids = tuple(int(prefix_id) for prefix_id in record["hash_ids"])
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise TraceError(f"{path}, line {number}: {error!r}") from error
             yield replace(_row(path, number, seconds, *sizes), prefix_ids=prefix_ids)
 

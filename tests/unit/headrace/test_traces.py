@@ -9,6 +9,7 @@ from headrace.traces import Prompts, TraceError, TraceRow, read, spread, within
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
 )
+TIMED = '{"timestamp": %s, "input_length": %s, "output_length": 1, "hash_ids": []}\n'
 MOONCAKE = """{"timestamp": 0, "input_length": 700, "output_length": 6, "hash_ids": [1, 2]}
 
 {"timestamp": 3000, "input_length": 900, "output_length": 4, "hash_ids": [1, 3]}
@@ -50,6 +51,9 @@ def test_the_sample_beside_the_examples_can_be_read() -> None:
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ("m.jsonl", "{}\n", "m.jsonl, line 1: KeyError"),
         ("m.jsonl", MOONCAKE + "not json\n", "m.jsonl, line 4: JSONDecodeError"),
+        ("m.jsonl", TIMED % ("NaN", 1), "m.jsonl, line 1: ValueError.*finite"),  # it was read for ever
+        ("m.jsonl", TIMED % ("1e400", 1), "m.jsonl, line 1: ValueError.*finite"),
+        ("m.jsonl", TIMED % (1, "1e400"), "m.jsonl, line 1: OverflowError"),
         ("m.parquet", "", r"ends in \.csv or \.jsonl"),
     ],
 )

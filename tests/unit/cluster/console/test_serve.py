@@ -123,7 +123,8 @@ async def test_what_was_saved_is_shown_again_and_said_to_be_recorded(tmp_path: p
             shown = (await client.get("scene")).json()["cluster"]["recorded"]
             assert shown == "Recorded at 2023-11-14 22:13:20 UTC: nothing here is live."
             assert (await client.get("why/r/a")).status_code == 404
-    for content in ("", "[]", "{}", '{"scene": {"at": "x", "cluster": {}}}'):
-        wrong.write_text(content, encoding="utf-8")
+    cut, late = packed.read_bytes()[:-9], b'{"scene": {"at": 1e30, "cluster": {}}, "history": {}}'
+    for content in (b"", b"[]", b"{}", b'{"scene": {"at": "x", "cluster": {}}}', cut, late):
+        wrong.write_bytes(content)
         with pytest.raises(ConfigError, match="no recording of a console"):
             read_recording(wrong)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.console.traffic import Growth
-from cluster.console.view import MAX_PAIRS, MAX_REQUESTS, MAX_TEXT, MAX_WORKERS, Heard, point, scene, stages
+from cluster.console.view import MAX_PAIRS, MAX_REQUESTS, MAX_TEXT, MAX_WORKERS, Heard, as_json, point, scene, stages
 from router.explanations import Failure
 from tests.unit.cluster.console.looks import CHAT, growth, look, recent, routed, worker
 
@@ -26,6 +26,13 @@ def test_a_scene_is_json_and_a_point_of_it_is_what_is_drawn_over_time() -> None:
     kept = point(shown)
     assert (kept["queued"], kept["in_flight"], kept["attainment"]) == (3, 4, 0.9)
     assert kept["pools"]["decode"] == [1, 1, 0.5, 0.5]
+
+
+def test_what_is_no_finite_number_is_null_and_the_page_lives() -> None:
+    """NaN in a worker's cost model, or Infinity in a plan, is no JSON: no browser read the scene any more."""
+    shown = {"a": [1.0, float("nan")], "b": {"c": (float("inf"), "x", None, 3)}}
+    assert json.loads(as_json(shown)) == {"a": [1.0, None], "b": {"c": [None, "x", None, 3]}}
+    assert json.loads(as_json({"a": (1.5, 2)})) == {"a": [1.5, 2]}
 
 
 def test_whatever_the_cluster_a_scene_has_a_bound() -> None:

@@ -186,7 +186,10 @@ async def test_keys_of_another_type_in_redis_end_no_look(there: World, clock: Ma
     await there.store.call(lambda redis: redis.lpush(f"hr:{there.config.name}:observed", "x"))
     async with there.watched(clock) as watcher:
         scene = await look(watcher)
-        assert "WRONGTYPE" in scene["sources"]["redis_why"]
+        assert "none has said anything yet" in scene["sources"]["controller"]
+        await there.store.call(lambda redis: redis.delete(f"hr:{there.config.name}:observed"))
+        await there.store.call(lambda redis: redis.lpush(f"hr:{there.config.name}:leader", "x"))
+        assert (await look(watcher))["sources"]["controller"]
 
 
 async def test_who_watches_gets_each_scene_and_its_end_and_no_more_may_than_there_is_room_for(
