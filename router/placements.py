@@ -12,7 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -22,6 +22,7 @@ from router.decisions.caches import Told
 from router.follow import Store
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_KEYS = 1024  # of a placement: what is behind them is hardly asked for again meanwhile
 MAX_WAITING = 1024
@@ -29,6 +30,8 @@ STREAM_ENTRIES = 1024
 STREAM_SECONDS = 60
 MAX_SECONDS = 600.0  # for which a placement is believed, whoever tells of it
 READ_SECONDS = 1.0
+READ_COUNT = 256
+HEARD_AT_ONCE = 16  # of long prompts 4 ms; then the streams have their turn
 RETRY_SECONDS = 0.5
 
 
@@ -67,20 +70,30 @@ class Placements:
 
     async def _hear_all(self) -> None:
         while True:
-            if not await self._try(self._read, wait_seconds=READ_SECONDS):
+            entries = await self._try(self._read, wait_seconds=READ_SECONDS)
+            if entries is None:
                 self._position = b""
                 await asyncio.sleep(RETRY_SECONDS)
+                continue
+            for number, (entry, fields) in enumerate(entries, 1):
+                if not number % HEARD_AT_ONCE:
+                    await asyncio.sleep(0)
+                self._position = entry
+                told = _told(entry, fields)
+                if told is not None and fields[b"by"] != self._router_id.encode():
+                    self._hear(told)
 
-    async def _try(self, operation: Callable[[Any], Awaitable[None]], *, wait_seconds: float = 0.0) -> bool:
+    async def _try(self, operation: Callable[[Any], Awaitable[T]], *, wait_seconds: float = 0.0) -> T | None:
+        """None where it failed."""
         try:
-            await self._store.call(operation, wait_seconds=wait_seconds)
+            result = await self._store.call(operation, wait_seconds=wait_seconds)
         except (Unavailable, RedisError, ConfigError) as error:
             if not self._failing:
                 log.warning("routers do not hear of each other's placements just now: %s", error)
             self._failing = True
-            return False
+            return None
         self._failing = False
-        return True
+        return result
 
     async def _append(self, redis: Any, waiting: Sequence[Told]) -> None:
         async with redis.pipeline(transaction=False) as pipe:
@@ -89,17 +102,13 @@ class Placements:
             pipe.expire(self._key, STREAM_SECONDS)
             await pipe.execute()
 
-    async def _read(self, redis: Any) -> None:
+    async def _read(self, redis: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
         if not self._position:
             last = await redis.xrevrange(self._key, count=1)
             self._position = last[0][0] if last else b"0-0"
         block = int(READ_SECONDS * 1000)
-        for _, entries in await redis.xread({self._key: self._position}, count=256, block=block) or ():
-            for entry, fields in entries:
-                self._position = entry
-                told = _told(entry, fields)
-                if told is not None and fields[b"by"] != self._router_id.encode():
-                    self._hear(told)
+        found = await redis.xread({self._key: self._position}, count=READ_COUNT, block=block)
+        return [entry for _, entries in found or () for entry in entries]
 
 
 def _fields(router_id: str, told: Told) -> dict[str, str | bytes | int]:

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
 from headrace.keys import Keys
 from headrace.store import Store, connect
 from router.decisions.caches import Told
-from router.placements import MAX_KEYS, MAX_SECONDS, Placements
+from router.placements import HEARD_AT_ONCE, MAX_KEYS, MAX_SECONDS, Placements
 
 pytestmark = pytest.mark.redis
 CLUSTERS = itertools.count()
@@ -92,3 +93,37 @@ async def test_what_another_told_is_believed_for_no_longer_and_in_no_more_blocks
         await store.call(lambda redis: redis.xadd(keys.placements, fields))
         told = await asyncio.wait_for(heard.get(), 10)
         assert (told.seconds, len(told.keys)) == (MAX_SECONDS, MAX_KEYS)
+
+
+async def test_streams_have_their_turn_among_many_that_are_heard_at_once(store: Store) -> None:
+    keys, num_turns = Keys(f"placements-{next(CLUSTERS)}"), 0
+    heard_in: list[int] = []
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    async def tell_all(redis: Any) -> None:
+        async with redis.pipeline(transaction=True) as pipe:
+            for _ in range(5 * HEARD_AT_ONCE):
+                pipe.xadd(keys.placements, {"by": "x", "to": "of other", "ms": 1, "keys": bytes(8)})
+            await pipe.execute()
+
+    async with routers(store, keys) as (one, heard, _):
+        await listening(store, one, heard)
+        turns = asyncio.create_task(take_turns())
+        listener = Placements(store, keys, "third", lambda told: heard_in.append(num_turns))
+        running = asyncio.create_task(listener.run())
+        while not heard_in:
+            one.tell(Told("r0", "of other", (0,), 1.0))
+            await store.call(lambda redis: redis.ping())
+        await store.call(tell_all)
+        async with asyncio.timeout(10):
+            while len(heard_in) < 5 * HEARD_AT_ONCE:
+                await store.call(lambda redis: redis.ping())
+        for task in (turns, running):
+            task.cancel()
+        await asyncio.wait([turns, running])
+    assert max(heard_in.count(turn) for turn in set(heard_in)) <= HEARD_AT_ONCE
