@@ -67,6 +67,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         f"image.digest=sha256:{'0' * 64}",
         "model.fetch=false",
         "image.pullSecrets={registry}",
+        "router.tls.existingSecret=public",
+        "router.tls.hasCa=false",
+        "router.tls.serverName=llm.example",
     ),
     "nodes-scaled": (
         "one-8-gpu-node",
@@ -83,7 +86,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "config.handoff.rdma=true",
         "workers.kernelCacheClaim=kernels",
     ),
-    "proxied": ("cpu", "router.service.type=LoadBalancer", "router.gateway.enabled=true", "router.gateway.name=g"),
+    "proxied": (
+        "cpu",
+        "router.service.type=LoadBalancer",
+        "router.gateway.enabled=true",
+        "router.gateway.name=g",
+        "router.tls.existingSecret=certificate",
+        "router.tls.clientCaSecret=clients",
+        "monitoring.scrape=true",
+    ),
 }
 
 

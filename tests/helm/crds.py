@@ -29,7 +29,18 @@ DURATION: Schema = {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}
 RELABELINGS = several(
     closed("targetLabel", targetLabel=STRING, replacement=STRING, sourceLabels=several(STRING)),
 )
-ENDPOINTS = several(closed("port interval", port=STRING, interval=DURATION, relabelings=RELABELINGS))
+SECRET = closed("secret", secret=SECRET_KEY)
+TLS = closed("serverName", serverName=STRING, ca=SECRET, cert=SECRET, keySecret=SECRET_KEY)
+ENDPOINTS = several(
+    closed(
+        "port interval",
+        port=STRING,
+        interval=DURATION,
+        relabelings=RELABELINGS,
+        scheme=choice("https"),
+        tlsConfig=TLS,
+    )
+)
 SELECTOR = closed("matchLabels", matchLabels=WORDS)
 RULE = {
     "oneOf": [

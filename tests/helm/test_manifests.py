@@ -124,6 +124,46 @@ def test_case_59_liveness_of_a_router_holds_while_readiness_may_not(manifests: l
     assert router["livenessProbe"]["httpGet"]["path"] == "/health"
 
 
+@pytest.mark.parametrize("variant", ["proxied", "pinned"])
+def test_routers_have_the_files_of_their_tls_and_all_who_ask_them_speak_it(variant: str) -> None:
+    name, *settings = VARIANTS[variant]
+    manifests = rendered(example(name), *settings)
+    tls = parse(named(manifests, "ConfigMap", "hr-headrace")["data"]["headrace.yaml"]).router.tls
+    assert tls is not None
+    template = pod_templates(manifests)["Deployment/hr-headrace-router"]
+    (router,) = template["spec"]["containers"]
+    assert {router[probe]["httpGet"]["scheme"] for probe in router if probe.endswith("Probe")} == {"HTTPS"}
+    assert {tls.cert_file, tls.key_file, tls.ca_file, tls.client_ca_file} - {None} <= _mounted(template)
+    service = named(manifests, "Service", "hr-headrace-router")
+    assert {port["appProtocol"] for port in service["spec"]["ports"]} == {"https"}
+    if variant == "pinned":
+        assert tls.server_name == "llm.example"
+        return
+    assert tls.server_name == "hr-headrace-router.llm.svc"
+    controller = pod_templates(manifests)["Deployment/hr-headrace-controller"]
+    assert {tls.cert_file, tls.key_file, tls.ca_file} <= _mounted(controller)
+    arguments = controller["spec"]["containers"][0]["args"]
+    assert "--router-http-url=https://hr-headrace-router:8000" in arguments
+    assert "--router-grpc-address=grpcs://hr-headrace-router:50051" in arguments
+    (endpoint,) = named(manifests, "ServiceMonitor", "hr-headrace-router")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"].keys() == {"serverName", "ca", "cert", "keySecret"}
+
+
+def test_a_controller_has_no_key_that_it_need_not_show() -> None:
+    manifests = rendered(example("cpu"), "router.tls.existingSecret=certificate")
+    mounted = _mounted(pod_templates(manifests)["Deployment/hr-headrace-controller"])
+    assert {path for path in mounted if path.startswith("/etc/headrace/tls/")} == {"/etc/headrace/tls/ca.crt"}
+
+
+def _mounted(template: Manifest) -> set[str]:
+    """The files of secrets that a pod's container has, where they are listed."""
+    items = {v["name"]: v.get("secret", {}).get("items", []) for v in template["spec"]["volumes"]}
+    (container,) = template["spec"]["containers"]
+    mounts = container["volumeMounts"]
+    return {f"{mount['mountPath']}/{item['path']}" for mount in mounts for item in items[mount["name"]]}
+
+
 def test_every_selector_finds_pods_and_every_port_is_there(manifests: list[Manifest]) -> None:
     templates = pod_templates(manifests).values()
     for manifest in of_kind(manifests, "Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):

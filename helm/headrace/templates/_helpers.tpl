@@ -86,8 +86,32 @@ labels:
 {{- $mode := ternary "controller" (ternary "dry-run" "fixed" .Values.autoscaling.dryRun) (eq .Values.autoscaling.mode "controller") -}}
 {{- $_ := set $config "autoscaling" (merge (dict "mode" $mode) (.Values.config.autoscaling | default dict)) -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" .Values.router.httpPort "grpc_port" .Values.router.grpcPort -}}
+{{- with .Values.router.tls -}}
+{{- if .existingSecret -}}
+  {{- $tls := dict "cert_file" "/etc/headrace/tls/tls.crt" "key_file" "/etc/headrace/tls/tls.key" "server_name" (include "headrace.tlsName" $root) -}}
+  {{- if .hasCa -}}{{- $_ := set $tls "ca_file" "/etc/headrace/tls/ca.crt" -}}{{- end -}}
+  {{- if .clientCaSecret -}}{{- $_ := set $tls "client_ca_file" "/etc/headrace/client-ca/ca.crt" -}}{{- end -}}
+  {{- $_ := set $router "tls" $tls -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := set $config "router" (merge $router (.Values.config.router | default dict)) -}}
 {{- toPrettyJson $config -}}
+{{- end -}}
+
+{{- define "headrace.tlsName" -}}
+{{- .Values.router.tls.serverName | default (printf "%s-router.%s.svc" (include "headrace.name" .) .Release.Namespace) -}}
+{{- end -}}
+
+{{/* Which files of the routers' certificate a pod needs, as JSON: a router's all; who calls routers the CA, and the rest
+where routers ask for a certificate: (root, tls: router or client, absent: none). */}}
+{{- define "headrace.tlsFiles" -}}
+{{- $tls := .root.Values.router.tls -}}
+{{- $files := list -}}
+{{- if and .tls $tls.existingSecret -}}
+  {{- if or (eq .tls "router") $tls.clientCaSecret -}}{{- $files = list "tls.crt" "tls.key" -}}{{- end -}}
+  {{- if $tls.hasCa -}}{{- $files = append $files "ca.crt" -}}{{- end -}}
+{{- end -}}
+{{- toJson $files -}}
 {{- end -}}
 
 {{/* Options of a command from a section of the configuration: what is null is left at its default. */}}

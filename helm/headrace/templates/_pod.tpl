@@ -1,10 +1,13 @@
 {{/*
 The template of every pod: (root, component, pool, labels, settings, graceSeconds, container, resources, image, and the
-volumes it needs: model, config, sharedMemory, keys, tenants). `container` is the YAML of what only this container has.
+volumes it needs: model, config, sharedMemory, keys, tenants, tls: as `router` or as `client`). `container` is the YAML of what only this container has.
 */}}
 {{- define "headrace.pod" -}}
 {{- $root := .root -}}
 {{- $pod := .settings -}}
+{{- $tls := $root.Values.router.tls -}}
+{{- $tlsFiles := include "headrace.tlsFiles" . | fromJsonArray -}}
+{{- $clientCa := and (eq (.tls | default "") "router") $tls.clientCaSecret -}}
 metadata:
   labels:
     {{- include "headrace.labels" . | nindent 4 }}
@@ -135,6 +138,12 @@ spec:
         {{- if .tenants }}
         - {name: tenant-keys, mountPath: /etc/headrace/tenants, readOnly: true}
         {{- end }}
+        {{- if $tlsFiles }}
+        - {name: tls, mountPath: /etc/headrace/tls, readOnly: true}
+        {{- end }}
+        {{- if $clientCa }}
+        - {name: client-ca, mountPath: /etc/headrace/client-ca, readOnly: true}
+        {{- end }}
         {{- if and .config $root.Values.redis.external.caSecret }}
         - {name: redis-ca, mountPath: /etc/headrace/redis, readOnly: true}
         {{- end }}
@@ -164,6 +173,19 @@ spec:
     {{- with .tenants }}
     - name: tenant-keys
       secret: {secretName: {{ . }}}
+    {{- end }}
+    {{- if $tlsFiles }}
+    - name: tls
+      secret:
+        secretName: {{ $tls.existingSecret }}
+        items:
+          {{- range $tlsFiles }}
+          - {key: {{ . }}, path: {{ . }}}
+          {{- end }}
+    {{- end }}
+    {{- if $clientCa }}
+    - name: client-ca
+      secret: {secretName: {{ $tls.clientCaSecret }}, items: [{key: ca.crt, path: ca.crt}]}
     {{- end }}
     {{- if .config }}
     {{- with $root.Values.redis.external.caSecret }}
