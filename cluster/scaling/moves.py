@@ -200,7 +200,8 @@ def _shrink_pool(plan: Plan, name: str, role: Role, needed: float, with_margin: 
     if seen.starting or seen.pending:
         return
     lent = rules.role is not role
-    spare = plan.supply(role) - _must_keep(plan, name, needed, with_margin)
+    # One that leaves by itself (a spot notice), or fails, is not to spare twice.
+    spare = min(plan.supply(role), plan.serving(role)) - _must_keep(plan, name, needed, with_margin)
     number = int(max(spare / weight(plan.inputs, name, role) + EPSILON, 0.0))
     number = min(number, size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
     if number <= 0:

@@ -269,3 +269,16 @@ def test_a_budget_that_was_made_smaller_is_kept_though_the_load_needs_more() -> 
     assert world.turn(traffic(200.0)).pools == decision.pools
     untrusted = World(replace(world.rules, budget_gpus=4), {"decode": Size(8), "prefill": Size(8)})
     assert untrusted.turn(traffic(200.0), trusted=False).pools["decode"] == Size(8)
+
+
+def test_who_leaves_by_itself_is_not_taken_away_a_second_time() -> None:
+    """A spot notice had one of four leave when three were needed: another, sound one was drained, and two were left."""
+    world = World(rules(), {"decode": Size(4), "prefill": Size(4)})
+    load = traffic(10.0, output_tokens=20.0)
+    one = world.settle(load, hours=0.1).needs.workers
+    world.sizes = {"decode": Size(int(one["decode"]) + 1), "prefill": Size(int(one["prefill"]) + 1)}
+    world.seen["decode"] = {"ready": int(one["decode"]), "leaving": 1}
+    assert world.settle(load, hours=0.5).pools["decode"].replicas == one["decode"] + 1
+    assert world.sizes["prefill"].replicas == one["prefill"], "where nobody leaves it is"
+    del world.seen["decode"]
+    assert world.settle(load, hours=0.1).pools["decode"].replicas == one["decode"]
