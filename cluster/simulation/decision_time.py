@@ -20,7 +20,7 @@ from cluster.scaling.decide import decide
 from cluster.scaling.forecast import BUCKET_SECONDS, DAY, History
 from cluster.scaling.observe import Member, observe
 from cluster.scaling.values import Inputs, Memory, PoolRules, Rules, Traffic
-from cluster.simulation.week import World
+from cluster.simulation.fluid import World
 from headrace.values import ParallelLayout, Role
 
 POOLS = {

@@ -3,9 +3,8 @@
     python -m cluster.simulation.week [--days 7] [--seed 1] [--rate 150] [--json out.json]
 
 Reports → meter → history → decide are production's own, by the second and every half minute as in a cluster. What serves is
-a fluid, stepped by a second: prompts are worked off by as many workers as prefill, answers come at the cost model's step
-time of as many sequences as decode; within a second waits are those of `cluster.planning` at the rate of the last half
-minute. It is no event simulation: how far those formulas are from one, `cluster.planning.accuracy` measures.
+a fluid (`cluster.simulation.fluid`), no event simulation: how far its formulas are from one, `cluster.planning.accuracy`
+measures.
 
 Beside it runs a clairvoyant: it knows the true rate of every five minutes, has the fewest workers for it by the same cost
 model, at once and without a start, and as little reserve as keeps the same share of requests within the targets.
@@ -18,31 +17,32 @@ import pathlib
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
-from cluster.planning.prediction import Overload, predict
-from cluster.planning.queueing import normal_cdf
+from cluster.planning.load import Load, Pools
 from cluster.planning.sizing import Sized, size
 from cluster.scaling.decide import changes, decide
 from cluster.scaling.forecast import History
 from cluster.scaling.traffic import Meter
-from cluster.scaling.values import Inputs, Memory, PoolRules, PoolSeen, Rules, Size
-from cluster.simulation import cards
+from cluster.scaling.values import Inputs, Memory, PoolSeen, Rules, Size
+from cluster.simulation.fluid import (
+    DECIDE_SECONDS,
+    HIT_RATE,
+    INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    START_SECONDS,
+    Fluid,
+    World,
+)
 from headrace.reports import ClassCounts, RouterReport
-from headrace.values import ParallelLayout, Role
 
 DAY = 86_400
-STEP_SECONDS = 1.0
-DECIDE_SECONDS = 30
-START_SECONDS = 180
 DRAIN_SECONDS = 30
 FLIP_SECONDS = 5
 CLAIRVOYANT_SECONDS = 300
-INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE = 2000.0, 250.0, 0.3
 NIGHT = 0.25  # of the day's peak
 WEEKEND = 0.6
 SURGES_A_DAY, SURGE, SURGE_SECONDS, SURGE_RAMP_SECONDS = 3, 1.4, 900, 240
@@ -77,119 +77,6 @@ class Traffic:
     def constant(cls, hours: float, rate: float, seed: int) -> "Traffic":
         rates = np.full(int(hours * 3600), rate)
         return cls(rates, np.random.default_rng(seed).poisson(rates))
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What serves, and what is owed."""
-
-    worker: Worker
-    lengths: tuple[Length, ...]
-    target: Target
-
-    @classmethod
-    def of(cls, card_name: str = "h200") -> "World":
-        card = cards.load(card_name)
-        tokens = card.num_blocks * 32
-        worker = Worker(card.cost, tokens, 256, 8192, card.block_bytes / 32)
-        lengths = tuple(lengths_around(INPUT_TOKENS, OUTPUT_TOKENS, hit_rate=HIT_RATE, cv=0.8))
-        return cls(worker, lengths, Target(2.0, 0.02, 0.99))
-
-    def rules(self, most: int, **changes: object) -> Rules:
-        one = ParallelLayout()
-        pools = {"decode": PoolRules(Role.DECODE, one, 1, most), "prefill": PoolRules(Role.PREFILL, one, 1, most)}
-        rules = Rules(pools, self.target, lead_seconds=START_SECONDS + 2 * DECIDE_SECONDS)
-        return replace(rules, **changes)  # type: ignore[arg-type]
-
-
-@dataclass
-class Fluid:
-    """Owns what waits, what runs and what was counted. A step is STEP_SECONDS."""
-
-    world: World
-    waiting_seconds: float = 0.0
-    waiting_prompts: float = 0.0
-    sequences: float = 0.0
-    rate: float = 0.0
-    arrived: int = 0
-    kept: float = 0.0
-    late: float = 0.0
-    slow: float = 0.0
-
-    def step(self, arrivals: int, prefill: int, decode: int) -> float:
-        """The share of those who came that keeps both targets."""
-        world, cost = self.world, self.world.worker.cost
-        service, tokens, context = _means(world)
-        self.rate += (arrivals - self.rate) / 30
-        wait = self.waiting_seconds / prefill if prefill else 1e3
-        self.waiting_seconds += arrivals * service
-        done = min(self.waiting_seconds, prefill * STEP_SECONDS)
-        self.waiting_seconds -= done
-        rows = self.sequences / max(decode, 1)
-        step_seconds = cost.decode_base_seconds + rows * (
-            cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
-        )
-        self.sequences += done / service
-        if decode:
-            self.sequences -= min(self.sequences, self.sequences / (tokens * step_seconds) * STEP_SECONDS)
-        self.waiting_prompts = self.waiting_seconds / service
-        if not arrivals:
-            return 1.0
-        on_time = _on_time(world, prefill, decode, _coarse(self.rate), round(wait, 2))
-        spread = math.sqrt(max(rows, 1.0)) * 0.5  # an answer averages over many steps
-        slope = (step_seconds - cost.decode_base_seconds) / rows if rows else 1e-9
-        quick = normal_cdf((world.target.tpot_seconds - step_seconds) / max(slope * spread, 1e-9)) if decode else 0.0
-        self.arrived += arrivals
-        self.kept += arrivals * on_time * quick
-        self.late += arrivals * (1 - on_time)
-        self.slow += arrivals * on_time * (1 - quick)
-        return on_time * quick
-
-    @property
-    def attainment(self) -> float:
-        return self.kept / self.arrived if self.arrived else 1.0
-
-
-@lru_cache(maxsize=16)
-def _means(world: World) -> tuple[float, float, float]:
-    """(prefill seconds, tokens of an answer, context of a sequence), by the time that requests take."""
-    lengths, cost = world.lengths, world.worker.cost
-    service = sum(cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in lengths) / len(
-        lengths
-    )
-    steps = [max(x.output_tokens - 1, 0.0) for x in lengths]
-    context = sum(s * (x.input_tokens + x.output_tokens / 2) for s, x in zip(steps, lengths, strict=True)) / sum(steps)
-    return service, sum(steps) / len(steps), context
-
-
-def _coarse(rate: float) -> float:
-    return 1.05 ** round(math.log(rate, 1.05)) if rate > 0.1 else 0.1
-
-
-@lru_cache(maxsize=1 << 18)
-def _on_time(world: World, prefill: int, decode: int, rate: float, waited: float) -> float:
-    """Of those who find such a queue, beside what chance adds within a second."""
-    left = world.target.ttft_seconds - waited
-    if left <= 0 or not prefill or not decode:
-        return 0.0
-    service = _means(world)[0]
-    steady = min(rate, 0.97 * prefill / service)  # beyond that it piles up, and `waited` says so
-    found = predict(
-        Pools(prefill, decode),
-        world.worker,
-        world.worker,
-        Load(steady, world.lengths),
-        replace(world.target, ttft_seconds=left),
-    )
-    if isinstance(found, Overload):
-        found = predict(
-            Pools(prefill, 1 << 12),
-            world.worker,
-            world.worker,
-            Load(steady, world.lengths),
-            replace(world.target, ttft_seconds=left),
-        )
-    return found.ttft_attainment if not isinstance(found, Overload) else 0.0
 
 
 @dataclass

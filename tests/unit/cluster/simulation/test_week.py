@@ -4,7 +4,8 @@ import numpy as np
 
 from cluster.scaling.values import Size
 from cluster.simulation.decision_time import turns
-from cluster.simulation.week import Traffic, World, clairvoyant, follow
+from cluster.simulation.fluid import World
+from cluster.simulation.week import Traffic, clairvoyant, follow
 
 
 def test_a_load_that_rises_and_falls_is_followed_within_the_targets() -> None:

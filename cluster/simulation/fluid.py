@@ -1,0 +1,134 @@
+"""What serves in a week of `cluster.simulation.week`: a fluid, stepped by a second, and not request by request.
+
+Prompts are worked off by as many workers as prefill, answers come at the cost model's step time of as many sequences as
+decode; within a second waits are those of `cluster.planning` at the rate of the last half minute.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
+from cluster.planning.prediction import Overload, predict
+from cluster.planning.queueing import normal_cdf
+from cluster.scaling.values import PoolRules, Rules
+from cluster.simulation import cards
+from headrace.values import ParallelLayout, Role
+
+STEP_SECONDS = 1.0
+DECIDE_SECONDS = 30
+START_SECONDS = 180
+INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE = 2000.0, 250.0, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What serves, and what is owed."""
+
+    worker: Worker
+    lengths: tuple[Length, ...]
+    target: Target
+
+    @classmethod
+    def of(cls, card_name: str = "h200") -> "World":
+        card = cards.load(card_name)
+        tokens = card.num_blocks * 32
+        worker = Worker(card.cost, tokens, 256, 8192, card.block_bytes / 32)
+        lengths = tuple(lengths_around(INPUT_TOKENS, OUTPUT_TOKENS, hit_rate=HIT_RATE, cv=0.8))
+        return cls(worker, lengths, Target(2.0, 0.02, 0.99))
+
+    def rules(self, most: int, **changes: object) -> Rules:
+        one = ParallelLayout()
+        pools = {"decode": PoolRules(Role.DECODE, one, 1, most), "prefill": PoolRules(Role.PREFILL, one, 1, most)}
+        rules = Rules(pools, self.target, lead_seconds=START_SECONDS + 2 * DECIDE_SECONDS)
+        return replace(rules, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Fluid:
+    """Owns what waits, what runs and what was counted. A step is STEP_SECONDS."""
+
+    world: World
+    waiting_seconds: float = 0.0
+    waiting_prompts: float = 0.0
+    sequences: float = 0.0
+    rate: float = 0.0
+    arrived: int = 0
+    kept: float = 0.0
+    late: float = 0.0
+    slow: float = 0.0
+
+    def step(self, arrivals: int, prefill: int, decode: int) -> float:
+        """The share of those who came that keeps both targets."""
+        world, cost = self.world, self.world.worker.cost
+        service, tokens, context = _means(world)
+        self.rate += (arrivals - self.rate) / 30
+        wait = self.waiting_seconds / prefill if prefill else 1e3
+        self.waiting_seconds += arrivals * service
+        done = min(self.waiting_seconds, prefill * STEP_SECONDS)
+        self.waiting_seconds -= done
+        rows = self.sequences / max(decode, 1)
+        step_seconds = cost.decode_base_seconds + rows * (
+            cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
+        )
+        self.sequences += done / service
+        if decode:
+            self.sequences -= min(self.sequences, self.sequences / (tokens * step_seconds) * STEP_SECONDS)
+        self.waiting_prompts = self.waiting_seconds / service
+        if not arrivals:
+            return 1.0
+        on_time = _on_time(world, prefill, decode, _coarse(self.rate), round(wait, 2))
+        spread = math.sqrt(max(rows, 1.0)) * 0.5  # an answer averages over many steps
+        slope = (step_seconds - cost.decode_base_seconds) / rows if rows else 1e-9
+        quick = normal_cdf((world.target.tpot_seconds - step_seconds) / max(slope * spread, 1e-9)) if decode else 0.0
+        self.arrived += arrivals
+        self.kept += arrivals * on_time * quick
+        self.late += arrivals * (1 - on_time)
+        self.slow += arrivals * on_time * (1 - quick)
+        return on_time * quick
+
+    @property
+    def attainment(self) -> float:
+        return self.kept / self.arrived if self.arrived else 1.0
+
+
+@lru_cache(maxsize=16)
+def _means(world: World) -> tuple[float, float, float]:
+    """(prefill seconds, tokens of an answer, context of a sequence), by the time that requests take."""
+    lengths, cost = world.lengths, world.worker.cost
+    service = sum(cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in lengths) / len(
+        lengths
+    )
+    steps = [max(x.output_tokens - 1, 0.0) for x in lengths]
+    context = sum(s * (x.input_tokens + x.output_tokens / 2) for s, x in zip(steps, lengths, strict=True)) / sum(steps)
+    return service, sum(steps) / len(steps), context
+
+
+def _coarse(rate: float) -> float:
+    return 1.05 ** round(math.log(rate, 1.05)) if rate > 0.1 else 0.1
+
+
+@lru_cache(maxsize=1 << 18)
+def _on_time(world: World, prefill: int, decode: int, rate: float, waited: float) -> float:
+    """Of those who find such a queue, beside what chance adds within a second."""
+    left = world.target.ttft_seconds - waited
+    if left <= 0 or not prefill or not decode:
+        return 0.0
+    service = _means(world)[0]
+    steady = min(rate, 0.97 * prefill / service)  # beyond that it piles up, and `waited` says so
+    found = predict(
+        Pools(prefill, decode),
+        world.worker,
+        world.worker,
+        Load(steady, world.lengths),
+        replace(world.target, ttft_seconds=left),
+    )
+    if isinstance(found, Overload):
+        found = predict(
+            Pools(prefill, 1 << 12),
+            world.worker,
+            world.worker,
+            Load(steady, world.lengths),
+            replace(world.target, ttft_seconds=left),
+        )
+    return found.ttft_attainment if not isinstance(found, Overload) else 0.0
