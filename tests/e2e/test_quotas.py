@@ -108,6 +108,8 @@ async def test_two_routers_spend_one_quota_and_say_when_to_come_back(
     reports = await arrived(redis_url, sum(statuses.values()) + 2)
     assert {report.http_address for report in reports} == {router.http.removeprefix("http://") for router in routers}
     assert sum(report.classes[""].met for report in reports) == statuses[200] + 2
-    assert sum(report.classes[""].failed for report in reports) == statuses[429], "who is refused has arrived too"
+    assert sum(report.arrivals for report in reports) == sum(statuses.values()) + 2, "who is refused has arrived too"
+    assert sum(report.denied for report in reports) == statuses[429]
+    assert sum(report.classes[""].failed for report in reports) == 0, "and no worker more would have served it"
     assert sum(report.generated_tokens for report in reports) == 4 * (statuses[200] + 2)
     assert not any(key in page for page in pages for key in ("acme-1", "acme-2", "operator"))
