@@ -17,6 +17,7 @@ from workers.scheduling.work import StepWork
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _QUEUE_BUCKETS = tuple(0.001 * 2**at for at in range(15))
 _TRANSFER_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
+DEVICE_FAULTS = {"nccl": ("NCCL", "DistBackendError"), "cuda": ("CUDA", "AcceleratorError", "cuBLAS")}
 
 
 class Meters:
@@ -63,6 +64,8 @@ class Meters:
         self._device_errors = Counter(
             metrics.DEVICE_ERRORS, "Errors of CUDA or NCCL that a step or a read met.", ["kind"], registry=registry
         )
+        for kind in DEVICE_FAULTS:  # a series that began with its first error would not be seen to grow by it
+            self._device_errors.labels(kind)
         self._link_ends = Counter(metrics.LINK_ENDS, "Links to peers that ended.", ["kind"], registry=registry)
         self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
         self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
@@ -176,7 +179,7 @@ def device_fault(error: BaseException | None) -> str | None:
     """ "nccl" or "cuda", where the error, or what it came of, is one of these libraries'."""
     while error is not None:
         said = f"{type(error).__name__}: {error}"
-        for kind, signs in (("nccl", ("NCCL", "DistBackendError")), ("cuda", ("CUDA", "AcceleratorError", "cuBLAS"))):
+        for kind, signs in DEVICE_FAULTS.items():
             if any(sign in said for sign in signs):
                 return kind
         error = error.__cause__

@@ -70,6 +70,8 @@ async def test_case_56_a_prompt_counts_once_on_the_worker_that_computed_it() -> 
 
 def test_an_error_of_cuda_or_nccl_counts_wherever_it_stands_in_the_chain() -> None:
     meters = Meters(registry := CollectorRegistry())
+    for kind in ("cuda", "nccl"):
+        assert registry.get_sample_value(metrics.DEVICE_ERRORS, {"kind": kind}) == 0, "the alert looks for growth"
     lost = WorkerLost("step 7 failed")
     lost.__cause__ = RuntimeError("CUDA error: an illegal memory access was encountered")
     meters.failed(lost)
