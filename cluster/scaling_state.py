@@ -6,10 +6,10 @@ changes what is desired writes that in the same transaction: no controller dies 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from redis.exceptions import WatchError
+from redis.exceptions import ResponseError, WatchError
 
 from cluster.reconcile import Desired
 from cluster.scaling.forecast import Arrivals
@@ -46,7 +46,7 @@ class ScalingState:
 
     async def decisions(self) -> list[Recorded]:
         """Oldest first."""
-        found = await self._store.call(lambda redis: redis.hgetall(self._keys.scaling_decisions))
+        found: dict[bytes, bytes] = await self._of_hash(lambda redis: redis.hgetall(self._keys.scaling_decisions), {})
         decoded = [_decoded(Recorded, raw) for raw in found.values()]
         return sorted((one for one in decoded if one is not None), key=lambda one: one.number)
 
@@ -55,8 +55,18 @@ class ScalingState:
         names = [str(one) for one in range(max(number - count, 0) + 1, number + 1)]
         if not names:
             return []
-        found = await self._store.call(lambda redis: redis.hmget(self._keys.scaling_decisions, names))
+        found: list[bytes | None] = await self._of_hash(
+            lambda redis: redis.hmget(self._keys.scaling_decisions, names), []
+        )
         return [one for raw in found if (one := _decoded(Recorded, raw)) is not None]
+
+    async def _of_hash(self, read: Callable[[Any], Awaitable[T]], nothing: T) -> T:
+        try:
+            return await self._store.call(read)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            return nothing
 
     async def commit(
         self,
@@ -90,6 +100,10 @@ class ScalingState:
                     await pipe.execute()
                 except WatchError:
                     return False
+                except ResponseError as error:
+                    if "WRONGTYPE" in str(error):  # the one key of ours that a SET does not write anew
+                        await redis.delete(self._keys.scaling_decisions)
+                    raise
             return True
 
         return await self._store.call(write)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from redis.exceptions import ResponseError
 
 from cluster.autoscaler import DRY_RUN, Autoscaler, Seen, member
 from cluster.commands import autoscale
@@ -171,6 +172,20 @@ async def test_the_next_controller_goes_on_where_the_last_one_was(stage: Stage) 
     assert now.inputs.memory == last.decision.memory
     assert (await stage.state.decisions())[1].outcome == "reached after 10 s"
     assert stage.sizes() == stage.workers, "a router it hears of for the first time is no reason for anything"
+
+
+async def test_keys_of_another_type_count_as_absent_and_are_written_anew(stage: Stage) -> None:
+    """A record that was no hash ended every turn, the first after what it desired was written."""
+    autoscaler, keys = stage.autoscaler(), stage.keys
+    for key in (keys.scaling_now, keys.scaling_arrivals, keys.scaling_decisions):
+        await stage.store.call(lambda redis, key=key: redis.lpush(key, "x"))
+    assert (await stage.state.now(), await stage.state.arrivals()) == (None, None)
+    assert (await stage.state.decisions(), await stage.state.latest(9, 3)) == ([], [])
+    with pytest.raises(ResponseError):
+        await stage.turn(autoscaler, 100.0)
+    await stage.turn(autoscaler, 100.0)
+    assert stage.sizes()["prefill"] > 1
+    assert [one.decision.kind for one in await stage.state.decisions()] == ["grow"]
 
 
 async def test_what_an_operator_writes_while_it_decides_is_kept(stage: Stage) -> None:
