@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.planning.check import Simulated
@@ -21,16 +22,16 @@ GB = 1e9
 def show(plan: Plan, console: Console) -> None:
     option, asked = plan.option, plan.asked
     traffic = plan.traffic
-    console.print(f"[bold]{plan.model.name}[/] on {option.gpu.name}: {headline(plan)}", highlight=False)
+    console.print(f"[bold]{escape(plan.model.name)}[/] on {escape(option.gpu.name)}: {headline(plan)}", highlight=False)
     console.print(
-        f"{traffic.about}; {traffic.mean_per_second:.3g} requests a second on average, sized for "
+        f"{escape(traffic.about)}; {traffic.mean_per_second:.3g} requests a second on average, sized for "
         f"{plan.load.requests_per_second:.3g}; SLO: {asked.slo.attainment:.1%} within TTFT {asked.slo.ttft_seconds:g} s, "
         f"TPOT {asked.slo.tpot_seconds * 1e3:g} ms",
         highlight=False,
     )
-    console.print(_unsure(plan), highlight=False)
+    console.print(_unsure(plan), highlight=False, markup=False)
     for warning in plan.warnings:
-        console.print(f"[yellow]! {warning}[/]", highlight=False)
+        console.print(f"! {warning}", highlight=False, markup=False, style="yellow")
     for title, table in tables(plan):
         console.print(f"\n[bold]{title}[/]")
         console.print(table)
@@ -38,13 +39,13 @@ def show(plan: Plan, console: Console) -> None:
         console.print("\n" + broken_even(plan), highlight=False)
     console.print("\n[bold]In a cluster's file[/]")
     for section, values in cluster(plan).items():
-        console.print(f"  {section}: {json.dumps(values)}", highlight=False, soft_wrap=True)
+        console.print(f"  {section}: {json.dumps(values)}", highlight=False, markup=False, soft_wrap=True)
     console.print("\n[bold]Stands on[/]")
     for line in plan.assumptions:
-        console.print(f"  {line}", highlight=False, style="dim")
+        console.print(f"  {line}", highlight=False, markup=False, style="dim")
     console.print("[bold]Does not know[/]")
     for line in plan.unknowns:
-        console.print(f"  {line}", highlight=False, style="dim")
+        console.print(f"  {line}", highlight=False, markup=False, style="dim")
 
 
 def headline(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -285,6 +286,14 @@ def test_the_tables_name_what_was_chosen_and_what_is_not_known(small: Plan) -> N
         assert title in shown.getvalue()
     assert f"{small.option.num_gpus} GPUs" in shown.getvalue()
     assert "h200's figures are measured, ± 10%" in shown.getvalue()
+
+
+def test_a_name_with_brackets_is_no_markup(small: Plan) -> None:
+    """A folder's name ended the command after half a minute of planning."""
+    shown = StringIO()
+    named = replace(small, model=replace(small.model, name="mine[/v2]"), assumptions=["shape of mine[/v2]"])
+    show.show(named, Console(file=shown, width=200))
+    assert shown.getvalue().count("mine[/v2]") == 2
 
 
 def test_the_example_is_what_a_plan_takes() -> None:
