@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import IO
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.launch import Report, Step
 from headrace.clock import Clock, SystemClock
@@ -29,10 +30,10 @@ def shown(console: Console, clock: Clock | None = None) -> Iterator[Report]:
                 return
             last = step
             if step.done:
-                console.print(f"[green]✓[/] {step.name:<8} {step.detail}", highlight=False)
+                console.print(f"[green]✓[/] {step.name:<8} {escape(step.detail)}", highlight=False)
                 status.update("")
             else:
-                status.update(f"{step.name:<8} {step.detail}")
+                status.update(f"{step.name:<8} {escape(step.detail)}")
 
         yield report
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 import click
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.checks import port_is_free
 from cluster.commands.up import detach, reporting, say_ready
@@ -131,7 +132,7 @@ async def _ask(session: Session) -> list[Answer]:
 
 
 def _print(console: Console, question: str, answer: Answer) -> None:
-    console.print(f"\n[bold]> {question}[/]\n{answer.text.strip()}", highlight=False)
+    console.print(f"\n[bold]> {question}[/]\n{escape(answer.text.strip())}", highlight=False)
     for what, how in timeline(answer):
         console.print(f"  [cyan]{what:<9}[/]{how}", highlight=False)
 

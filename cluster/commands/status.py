@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.commands.up import load
@@ -92,11 +93,12 @@ def _say(snapshot: Snapshot) -> None:
 
 def _render(snapshot: Snapshot) -> RenderableType:
     session = snapshot.session
-    head = f"[bold]{session.cluster}[/]  {session.model_name}  {session.http_url}/v1  {session.grpc_address}"
+    where = escape(f"{session.model_name}  {session.http_url}/v1  {session.grpc_address}")
+    head = f"[bold]{session.cluster}[/]  {where}"
     if not session.ready:
         head += "  [yellow]starting[/]"
     if snapshot.controller:
-        head += f"\n[red]controller: {snapshot.controller}[/]"
+        head += f"\n[red]controller: {escape(snapshot.controller)}[/]"
     return Group(head, _workers(snapshot), *_notes(snapshot))
 
 
@@ -132,15 +134,15 @@ def _cells(worker: WorkerStatus) -> list[str]:
 
 def _notes(snapshot: Snapshot) -> list[str]:
     """Why a worker is not there, what one waits for, or is wrong with it; and each link with the reason for its kind."""
-    notes = [f"[red]{worker_id}[/] {reason}" for worker_id, reason in sorted(snapshot.failures.items())]
+    notes = [f"[red]{worker_id}[/] {escape(reason)}" for worker_id, reason in sorted(snapshot.failures.items())]
     for worker in snapshot.workers:
         report = worker.report
         reason = worker.silence or worker.record.reason or (report.unhealthy_reason if report else "")
         if reason:
-            notes.append(f"[yellow]{worker.record.worker_id}[/] {reason}")
+            notes.append(f"[yellow]{worker.record.worker_id}[/] {escape(reason)}")
         notes += [
             f"{worker.record.worker_id} ← {link.worker_id}  {link.kind}, {link.state}, "
-            f"{link.num_bytes / 2**20:.1f} MiB moved: {link.reason}"
+            f"{link.num_bytes / 2**20:.1f} MiB moved: {escape(link.reason)}"
             for link in (report.links if report else ())
         ]
     return notes

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.launch import Report, Step, absolute, running, watch
 from cluster.progress import json_lines, shown, write_line
@@ -147,7 +148,7 @@ def say_ready(session: Session, as_json: bool, console: Console) -> None:
         write_line(sys.stdout, {"session": asdict(session.shown())})
         return
     where = f"{session.http_url}/v1 (OpenAI) and {session.grpc_address} (gRPC)"
-    console.print(f"\n[bold]{session.model_name}[/] is served at {where}.", soft_wrap=True)
+    console.print(f"\n[bold]{escape(session.model_name)}[/] is served at {escape(where)}.", soft_wrap=True)
     if session.console_url:
-        console.print(f"What it does, live: {session.console_url}", soft_wrap=True)
+        console.print(f"What it does, live: {escape(session.console_url)}", soft_wrap=True)
     console.print("Talk to it with `headrace chat`; end it with `headrace down`.", soft_wrap=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from cluster.commands.status import _render, _say, described
 from cluster.commands.up import say_ready
 from cluster.session import Session
-from cluster.snapshot import Snapshot, take
+from cluster.snapshot import Snapshot, WorkerStatus, take
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from headrace.config import ClusterConfig, PoolConfig
 from headrace.errors import ConfigError
@@ -95,6 +95,16 @@ async def test_where_no_controller_ever_was_the_workers_are_those_that_hold_a_le
     assert "controller: none has said anything yet; these workers hold a lease" in seen
     assert "hr-decode 1 " in seen
     assert "127.0.0.1:1 did not answer" in seen
+
+
+def test_a_reason_with_brackets_is_no_markup() -> None:
+    """`headrace status` ended by MarkupError over a worker that could not open a file; an address of IPv6 was eaten."""
+    why = "cannot open [/dev/shm/kv], [cuda] is busy"
+    record = WorkerRecord("d-0", "d", 1, "decode", "tp1·pp1", "dead", 1.0, reason=why)
+    session = replace(SESSION, http_url="http://[fe80::1]:8000")
+    seen = shown(Snapshot(session, {"d": 2}, (WorkerStatus(record),), why, {"d-1": why}))
+    assert seen.count(why) == 3
+    assert "http://[fe80::1]:8000/v1" in seen
 
 
 def test_a_cluster_that_others_run_is_described_by_its_configuration(
