@@ -112,7 +112,7 @@ class Routers:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._scheme = "https" if tls is not None else "http"
         self._extensions = tls.extensions if tls is not None else {}
-        verify = tls.context() if tls is not None else False
+        verify = tls.lasting_context() if tls is not None else False
         self._client = httpx.AsyncClient(headers=headers, timeout=ROUTER_SECONDS, trust_env=False, verify=verify)
 
     async def requests(self, address: str) -> tuple[Recent, ...]:

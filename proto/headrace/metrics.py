@@ -82,6 +82,7 @@ PREFIX_HIT_TOKENS: Final = "headrace_prefix_hit_tokens_total"  # worker; tier
 PREFIX_QUERY_TOKENS: Final = "headrace_prefix_query_tokens_total"  # worker
 IN_FLIGHT: Final = "headrace_requests_in_flight"  # router, worker; state
 TASKS: Final = "headrace_asyncio_tasks"  # router, worker
+CERTIFICATE_END: Final = "headrace_certificate_end_seconds"  # router; Unix time, 0 without TLS
 REDIS_BREAKER: Final = "headrace_redis_breaker_open"  # any; 1 while Redis is not waited for
 POOL_DESIRED: Final = "headrace_pool_desired_workers"  # keeper; pool
 POOL_ADVISED: Final = "headrace_pool_advised_workers"  # keeper; pool

@@ -5,28 +5,29 @@ Only new connections look at the files, and at most once a second: each has what
 not (a certificate whose key has not come yet, an expired one) are said to the log, and what was there before stays.
 """
 
+import contextlib
 import logging
-import os
 import pathlib
 import ssl
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from prometheus_client import Gauge
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace import metrics
 from headrace.clock import Clock
 from headrace.config import TlsConfig
 from headrace.errors import ConfigError, Unauthenticated
+from headrace.tls import Followed, FreshContext
 from router.edge.connections import CERTIFICATE_SHOWN
 from router.edge.http_errors import error_body
 
-LOOK_SECONDS = 1.0
 _OPEN_PATHS = ("/health", "/ready")
 _PARTIAL_CHAIN = ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+_END = Gauge(metrics.CERTIFICATE_END, "Unix time at which the certificate ends; 0 without one.")
 log = logging.getLogger(__name__)
 
 
@@ -36,6 +37,7 @@ class Material:
 
     context: ssl.SSLContext
     for_grpc: Any
+    ends_at: float
 
 
 class Certificates:
@@ -44,38 +46,25 @@ class Certificates:
     def __init__(self, config: TlsConfig, clock: Clock) -> None:
         """ConfigError names the key and the file that is not right."""
         self._config = config
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._stamp = _stamp(config)
-        self._looked_at = clock.now()
-        self._current = read(config)
-        self._told_grpc = self._current
+        files = (config.cert_file, config.key_file, config.client_ca_file)
+        self._followed = Followed(files, lambda: read(config), clock, self._tell)
+        self.current = self._followed.current
+        self._told_grpc = self.current()
+        _END.set_function(lambda: self.current().ends_at)
 
-    def current(self) -> Material:
-        with self._lock:
-            now = self._clock.now()
-            if now - self._looked_at >= LOOK_SECONDS:
-                self._looked_at = now
-                stamp = _stamp(self._config)
-                if stamp != self._stamp:
-                    self._stamp = stamp
-                    self._read_again()
-            return self._current
-
-    def _read_again(self) -> None:
-        try:
-            self._current = read(self._config)
+    def _tell(self, fault: ConfigError | None) -> None:
+        if fault is None:
             log.info("router.tls: new connections have what is in %s now", self._config.cert_file)
-        except ConfigError as error:
-            log.warning("the certificate of before stays: %s", error.message)
+        else:
+            log.warning("the certificate of before stays: %s", fault.message)
 
     def http_context(self) -> ssl.SSLContext:
-        return _FreshContext(lambda: self.current().context)
+        return FreshContext(ssl.PROTOCOL_TLS_SERVER, lambda: self.current().context)
 
     def grpc_credentials(self) -> Any:
         """A client without a certificate is not heard at all where `client_ca_file` is given."""
         mutual = self._config.client_ca_file is not None
-        return grpc.dynamic_ssl_server_credentials(self._current.for_grpc, self._news_for_grpc, mutual)
+        return grpc.dynamic_ssl_server_credentials(self._told_grpc.for_grpc, self._news_for_grpc, mutual)
 
     def _news_for_grpc(self) -> Any:
         """None: what it was told last still holds."""
@@ -84,20 +73,6 @@ class Certificates:
             return None
         self._told_grpc = material
         return material.for_grpc
-
-
-class _FreshContext(ssl.SSLContext):
-    """Asks for each connection which context it has: one that is in use cannot forget a client CA."""
-
-    _fresh: Callable[[], ssl.SSLContext]
-
-    def __new__(cls, fresh: Callable[[], ssl.SSLContext]) -> "_FreshContext":
-        context = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
-        context._fresh = fresh
-        return context
-
-    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        return self._fresh().wrap_bio(*arguments, **options)
 
 
 class CertificateGate:
@@ -136,13 +111,13 @@ def read(config: TlsConfig) -> Material:
         except OSError as error:
             raise _wrong("client_ca_file", config.client_ca_file, "holds no certificate in PEM") from error
         context.verify_mode = ssl.CERT_OPTIONAL  # and CertificateGate behind it
-    if (why := _refusal(context, config.cert_file)) is not None:
-        raise _wrong("cert_file", config.cert_file, f"no client would take it: {why}")
-    return Material(context, grpc.ssl_server_certificate_configuration([(key, cert)], clients))
+    certificates = grpc.ssl_server_certificate_configuration([(key, cert)], clients)
+    return Material(context, certificates, _ends_at(context, config.cert_file))
 
 
-def _refusal(context: ssl.SSLContext, cert_file: str) -> str | None:
-    """Why a client that trusts this very certificate would not take it: expired, not valid yet, for another purpose."""
+def _ends_at(context: ssl.SSLContext, cert_file: str) -> float:
+    """Until when it is right, as Unix time, by a handshake with a client that trusts this very certificate. ConfigError
+    when that would not take it: expired, not valid yet, for another purpose."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= _PARTIAL_CHAIN
@@ -152,15 +127,14 @@ def _refusal(context: ssl.SSLContext, cert_file: str) -> str | None:
     server = context.wrap_bio(to_server, to_client, server_side=True)
     try:
         for side in (client, server, client):
-            try:
+            with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-    except ssl.SSLCertVerificationError as error:
-        return error.verify_message
     except ssl.SSLError as error:
-        return error.reason or str(error)
-    return None
+        why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+        raise _wrong("cert_file", cert_file, f"no client would take it: {why}") from error
+    shown = client.getpeercert()
+    assert shown is not None
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 
 
 def _no_password() -> str:
@@ -178,16 +152,3 @@ def _bytes(file: str, name: str) -> bytes:
 
 def _wrong(name: str, file: str, why: str) -> ConfigError:
     return ConfigError(f"router.tls.{name}: {file} {why}", key=f"router.tls.{name}", value=file)
-
-
-def _stamp(config: TlsConfig) -> tuple[object, ...]:
-    """Differs once a file, or what a link leads to, is another one; a file that is gone has a stamp too."""
-
-    def of(file: str | None) -> object:
-        try:
-            found = os.stat(file) if file is not None else None
-        except OSError as error:
-            return error.errno
-        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
-
-    return of(config.cert_file), of(config.key_file), of(config.client_ca_file)

@@ -19,6 +19,7 @@ from headrace.tls import ClientTls
 from loadtests.open_loop.http_client import http_client
 from tests.certificates import Pair, authority, signed
 from tests.e2e.routers import null_info, running_router, tiny_checkpoint
+from tests.e2e.test_http_router import say
 from tests.null_worker import NullWorker
 
 SERVER = "router.llm.svc"
@@ -77,10 +78,19 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
         assert await refused_by_grpc(router.grpc, replace(right, server_name="elsewhere"))
         assert await asyncio.to_thread(lambda: Client(router.grpc, tls=right).__enter__().model()) == "tiny"
 
+        async with AsyncClient(router.grpc, tls=right, model="tiny") as client:
+            answer = asyncio.ensure_future(anext(client.generate("hi")))
+            say(worker, (await worker.submits.get()).key, [5, 6, 7])
+            assert (await answer).token_ids == (5,)
+
         # HTTP: the same, but probes need none.
         async with httpx.AsyncClient(verify=right.context(), trust_env=False) as http:
             listed = await http.get(f"{url}/v1/models", **named)
             assert listed.status_code == 200
+            body = {"model": "tiny", "prompt": "hi", "stream": True}
+            stream = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=body, **named))
+            say(worker, (await worker.submits.get()).key, [5, 6, 7])
+            assert (await stream).text.endswith("data: [DONE]\n\n")
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 await http.get(url.replace("127.0.0.1", "localhost"))
         async with httpx.AsyncClient(verify=without.context(), trust_env=False) as http:
@@ -101,7 +111,7 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
         for tls in (right, without):
             routers = Routers(None, tls)
             if tls is right:
-                assert await routers.requests(place) == ()
+                assert len(await routers.requests(place)) == 2
             else:
                 with pytest.raises(Unavailable, match="client certificate"):
                     await routers.requests(place)
@@ -116,6 +126,10 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
         assert "no router knows request 'r'" in str(said.exception)
 
         # A renewed certificate, of another CA: new connections have it, and none is refused meanwhile.
+        # Who stays, as a console does, has what its own files hold by then.
+        trusted = tmp_path / "trusted"
+        trusted.write_bytes(ca.cert.read_bytes())
+        console = Routers(None, replace(right, ca_file=str(trusted)))
         put(second, cert_file, key_file)
         renewed = replace(right, ca_file=str(other_ca.cert))
 
@@ -127,5 +141,15 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
                 return False
 
         await until(https_has_it)
+        trusted.write_bytes(other_ca.cert.read_bytes())
+
+        async def console_knows_it() -> bool:
+            try:
+                return len(await console.requests(place)) == 2
+            except Unavailable:
+                return False
+
+        await until(console_knows_it)
+        await console.close()
         assert not await refused_by_grpc(f"grpcs://{router.grpc}", renewed)
         assert await refused_by_grpc(router.grpc, right)

@@ -123,6 +123,10 @@ def test_a_missing_configuration_is_named(command: Command) -> None:
         ("model: m\npools: {a: {role: prefill}}", "at least one pool that decodes"),
         ("model: m\npools: {'a/b': {role: decode}}", "pools.a/b"),
         ("model: m\npools: {a: {role: decode}}\nray: {rank_resources: {GPU: 0}}", "ray.rank_resources.GPU"),
+        (
+            "model: m\npools: {a: {role: decode}}\nrouter: {tls: {cert_file: c, key_file: k}}",
+            "c cannot be read: No such",
+        ),
     ],
 )
 def test_a_broken_configuration_is_named(command: Command, tmp_path: pathlib.Path, content: str, message: str) -> None:

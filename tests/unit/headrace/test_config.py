@@ -126,6 +126,13 @@ BAD = {
     "a fraction beyond 1": ("handoff: {claim_fraction: 1.5}", "handoff.claim_fraction", "1.5", "above 0 and at most 1"),
     "not one of the words": ("engine: {device: tpu}", "engine.device", "'tpu'", "'cpu' or 'cuda'"),
     "a number for a switch": ("fault_hooks: 1", "fault_hooks", "1", "a valid boolean"),
+    "unknown key of what may be null": (
+        "router: {tls: {cert: a}}",
+        "router.tls.cert",
+        "cert",
+        "cert_file, client_ca_file",
+    ),
+    "half a pair of files": ("router: {tls: {cert_file: a}}", "router.tls.key_file", "", "must be given"),
     "a section that is none": ("engine: 7", "engine", "7", "EngineConfig"),
     "a name that is no name": ("name: Über", "name", "'Über'", "^[a-z0-9]"),
 }
@@ -179,6 +186,17 @@ def test_a_file_that_cannot_be_read_is_a_config_error_with_its_path(tmp_path: pa
         load(file)
     file.write_text(GOOD, encoding="utf-8")
     assert isinstance(load(file), ClusterConfig)
+
+
+def test_certificates_lie_where_their_paths_are_written(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    tls = "{cert_file: tls.crt, key_file: /run/tls.key, ca_file: ca/ca.crt, server_name: router}"
+    file.write_text(f"model: m\npools: {{a: {{role: unified}}}}\nrouter: {{tls: {tls}}}")
+    found = load(file).router.tls
+    assert found is not None
+    assert (found.cert_file, found.key_file) == (str(tmp_path / "tls.crt"), "/run/tls.key")
+    assert (found.ca_file, found.client_ca_file) == (str(tmp_path / "ca" / "ca.crt"), None)
+    assert found.server_name == "router"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ import os
 import pathlib
 import shutil
 import ssl
+import time
 
 import pytest
 
 from headrace.clock import ManualClock
 from headrace.config import TlsConfig
 from headrace.errors import ConfigError
+from headrace.tls import LOOK_SECONDS
 from router.__main__ import main
-from router.edge.tls import LOOK_SECONDS, Certificates, read
+from router.edge.tls import Certificates, read
 from tests.certificates import Pair, authority, signed
 from tests.e2e.routers import write_config
 
@@ -92,7 +94,10 @@ def test_files_are_looked_at_again_once_a_second_and_wrong_ones_change_nothing(
     assert "the certificate of before stays: router.tls.key_file" in record.getMessage()
     put(made.two, made.two)
     clock.advance(LOOK_SECONDS)
-    assert certificates.current() is not first
+    second = certificates.current()
+    assert second is not first
+    days_left = (second.ends_at - time.time()) / 86400
+    assert 0.9 < days_left <= 1
     used.key.unlink()
     clock.advance(LOOK_SECONDS)
-    assert certificates.current() is not first
+    assert certificates.current() is second
