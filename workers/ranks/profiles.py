@@ -1,13 +1,19 @@
 """What a trace of a rank at work says of its steps.
 
+    python -m workers.ranks.profiles TRACE < PLANS > STEPS     # JSON
+
 A trace's events are those of Chrome's format. A step is the range that its launch is in; a kernel is a step's by the launch
 that both name (`correlation`), also where a graph launched it.
 """
 
+import json
+import os
+import pathlib
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 MOST_STEPS = 1000
@@ -17,6 +23,7 @@ LAUNCHES = {"cuda_runtime", "cuda_driver"}
 MICRO = 1e-6
 
 Interval = tuple[float, float]
+PlanFigures = tuple[int, int, int]  # number, prefill tokens, decode tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,8 @@ class RankProfile:
     trace: bytes
 
 
-def steps_of(events: Iterable[dict[str, Any]], plans: Sequence[tuple[int, int, int]]) -> tuple[ProfiledStep, ...]:
-    """What a trace says of (number, prefill tokens, decode tokens) of each plan, in order."""
+def steps_of(events: Iterable[dict[str, Any]], plans: Sequence[PlanFigures]) -> tuple[ProfiledStep, ...]:
+    """What a trace says of each plan, in order."""
     spans: dict[int, tuple[float, float, Any]] = {}
     launches: list[tuple[float, Any, int]] = []
     on_device: list[tuple[int, Interval]] = []
@@ -90,3 +97,13 @@ def _covered(intervals: Sequence[Interval]) -> float:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return covered
+
+
+def main() -> None:
+    os.nice(10)  # beside a worker that serves
+    events = json.loads(pathlib.Path(sys.argv[1]).read_bytes())["traceEvents"]
+    print(json.dumps([astuple(step) for step in steps_of(events, json.load(sys.stdin))]))
+
+
+if __name__ == "__main__":
+    main()
