@@ -10,8 +10,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from cluster.commands.options import Target
 from cluster.commands.why import ask, command
 from cluster.console.asking import Routers
+from cluster.launch import _answers
 from cluster.session import Session, SessionFolder
 from headrace.client import AsyncClient, Client
 from headrace.errors import InvalidRequest, Unauthenticated, Unavailable
@@ -19,7 +21,7 @@ from headrace.tls import ClientTls
 from loadtests.open_loop.http_client import http_client
 from tests.certificates import Pair, authority, signed
 from tests.e2e.routers import null_info, running_router, tiny_checkpoint
-from tests.e2e.test_http_router import say
+from tests.e2e.test_http_router import say, soon
 from tests.null_worker import NullWorker
 
 SERVER = "router.llm.svc"
@@ -116,6 +118,7 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
                 with pytest.raises(Unavailable, match="client certificate"):
                     await routers.requests(place)
             await routers.close()
+        await soon(_answers(f"{url}/ready"))
         async with http_client(url, tls=right) as load:
             assert (await load.served()).model == "tiny"
         monkeypatch.setenv("HEADRACE_STATE", str(tmp_path / "state"))
@@ -123,6 +126,8 @@ async def test_mutual_tls_on_both_edges(tmp_path: pathlib.Path, monkeypatch: pyt
         with folder.owned():
             folder.write(Session("c", 1, "", "tiny", url, f"grpcs://{router.grpc}", "", tls=asdict(right)))
             said = await asyncio.to_thread(CliRunner().invoke, command, ["r"])
+            async with Target(None, None, None, None).client() as client:
+                assert await client.model() == "tiny"
         assert "no router knows request 'r'" in str(said.exception)
 
         # A renewed certificate, of another CA: new connections have it, and none is refused meanwhile.
