@@ -190,8 +190,10 @@ def _abort(group: Any, staging: list[Tensor]) -> None:
 @contextlib.contextmanager
 def _as_we_need() -> Iterator[None]:
     """What a group reads from the environment when it is made. Its watchdog ends the process over a peer's death, and a
-    monitor does over a watchdog that stands still: here a link ends, and nothing else."""
-    wanted = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "NCCL_NVLS_ENABLE": "0"}
+    monitor does over a watchdog that stands still: here a link ends, and nothing else. NCCL itself reads later, with the
+    first message, so what it is to find stays."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast that goes wrong takes the host's GPUs with it
+    wanted = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
