@@ -6,6 +6,8 @@
     KV        decode workers such that the KV that is used now would be KV_FULL of theirs
     boost     where requests miss their targets though by all this there are enough workers: more, by a tenth a step
 
+Of a role whose work nobody has done yet nothing is known but that one worker is needed: what is there stays.
+
 All in workers of the first pool of a role; `weight` says what one of another pool, or one that is lent, is worth.
 """
 
@@ -57,6 +59,7 @@ def needs(inputs: Inputs) -> Needs:
         if traffic.idle_seconds >= rules.idle_seconds:
             return Needs(reason=f"nothing has come for {traffic.idle_seconds:.0f} s")
         rate = 0.0
+    last = Role.UNIFIED if reference(inputs, Role.UNIFIED) is not None else Role.DECODE
     found: dict[str, float] = {}
     with_margin: dict[str, float] = {}
     said: list[str] = []
@@ -69,13 +72,18 @@ def needs(inputs: Inputs) -> Needs:
         sized, why, cannot = _ahead(inputs, workers[0], workers[-1], rate, unified=roles == (Role.UNIFIED,))
         more_sized, _, _ = _ahead(inputs, workers[0], workers[-1], rate * MARGIN, unified=roles == (Role.UNIFIED,))
         said.append(why)
-        unreachable += [cannot] if cannot else []
+        unreachable += [cannot] if cannot and all(is_known(inputs, role) for role in roles) else []
         for role, name in zip(roles, names, strict=True):
-            if name is not None:
+            if name is not None and not is_known(inputs, role):
+                by = rules.standby_workers if role is last else 0
+                found[role.value] = with_margin[role.value] = max(_desired(inputs, role) - by, 1.0)
+                said.append(
+                    f"{role.value}: nobody has done it yet, so how fast it goes is not known: as many as there are"
+                )
+            elif name is not None:
                 found[role.value], more = _with_what_is(inputs, role, name, max(getattr(sized, role.value), 1), cannot)
                 with_margin[role.value] = max(getattr(more_sized, role.value), found[role.value])
                 said += more
-    last = Role.UNIFIED if reference(inputs, Role.UNIFIED) is not None else Role.DECODE
     if rules.standby_workers and last.value in found:
         found[last.value] += rules.standby_workers
         with_margin[last.value] += rules.standby_workers
@@ -183,6 +191,25 @@ def mean_length(inputs: Inputs) -> Length:
     traffic = inputs.traffic
     tokens = max(traffic.input_tokens, 1.0)
     return Length(tokens, max(traffic.output_tokens, 1.0), tokens * traffic.hit_rate)
+
+
+def is_known(inputs: Inputs, role: Role) -> bool:
+    """Whether what workers of this role do was measured by anybody."""
+    pools = inputs.pools.values()
+    prefill, decode = all(pool.prefill_known for pool in pools), all(pool.decode_known for pool in pools)
+    return (prefill or role is Role.DECODE) and (decode or role is Role.PREFILL)
+
+
+def _desired(inputs: Inputs, role: Role) -> float:
+    """Workers that are to serve the role as it is, in those of its reference."""
+    total = 0.0
+    for name, pool in inputs.pools.items():
+        own = inputs.rules.pools[name].role
+        if own is role:
+            total += (pool.desired.replicas - pool.desired.lent) * weight(inputs, name, role)
+        elif own.other is role and pool.desired.lent:
+            total += pool.desired.lent * weight(inputs, name, role)
+    return total
 
 
 def _ready(inputs: Inputs, role: Role) -> int:

@@ -43,10 +43,20 @@ def observe(
         if member.pool in by_pool:
             by_pool[member.pool].append(member)
     measured = {name: _typical(its) or known.get(name) for name, its in by_pool.items()}
+    prefill, decode = (any(_has(worker, line) for worker in measured.values() if worker is not None) for line in LINES)
     return {
-        name: _seen(rules.pools[name], desired.pools.get(name), its, _priced(name, rules, measured))
+        name: replace(
+            _seen(rules.pools[name], desired.pools.get(name), its, _priced(name, rules, measured)),
+            prefill_known=prefill,
+            decode_known=decode,
+        )
         for name, its in by_pool.items()
     }
+
+
+def _has(worker: Worker, line: tuple[str, ...]) -> bool:
+    """Whether the worker has measured any of it."""
+    return any(getattr(worker.cost, field) != getattr(GUESS, field) for field in line)
 
 
 def _seen(rules: PoolRules, desired: DesiredPool | None, members: Sequence[Member], worker: Worker) -> PoolSeen:
@@ -112,10 +122,10 @@ def _priced(name: str, rules: Rules, measured: Mapping[str, Worker | None]) -> W
         worker = _scaled(others[0][1], others[0][0], layout)
     cost = worker.cost
     for line in LINES:
-        if all(getattr(cost, field) == getattr(GUESS, field) for field in line):
+        if not _has(worker, line):
             for theirs, other in others:
                 priced = _scaled(other, theirs, layout).cost
-                if any(getattr(other.cost, field) != getattr(GUESS, field) for field in line):
+                if _has(other, line):
                     cost = replace(cost, **{field: getattr(priced, field) for field in line})
                     break
     return replace(worker, cost=cost)

@@ -80,7 +80,8 @@ class Size:
 class PoolSeen:
     """A pool as it is. `staying` workers start or serve, `leaving` ones drain and hold their GPUs meanwhile; of those that
     stay `pending` have no room yet, the longest for `pending_seconds`, and `warming` became ready only lately. `worker` is
-    one of them by its own measured cost, warm-up left out."""
+    one of them by its own measured cost, warm-up left out. Of what nobody of any pool has done yet, prefill or decode,
+    its cost is a guess (`prefill_known`, `decode_known`), and says nothing of how many are needed."""
 
     desired: Size
     worker: Worker
@@ -93,6 +94,8 @@ class PoolSeen:
     warming: int = 0
     kv_used: float = 0.0
     waiting_tokens: int = 0
+    prefill_known: bool = True
+    decode_known: bool = True
 
     @property
     def staying(self) -> int:

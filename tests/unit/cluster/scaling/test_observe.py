@@ -72,3 +72,28 @@ def test_a_fit_that_puts_all_of_a_step_on_its_sequences_can_be_sized_for() -> No
     flat = replace(WORKER.cost, decode_base_seconds=0.0, prefill_base_seconds=0.0)
     seen = observe(RULES, DESIRED, [ready("decode", Role.DECODE, flat), ready("prefill", Role.PREFILL, flat)], {})
     assert decide(Inputs(0.0, RULES, seen, traffic(5.0))).needs.workers["decode"] >= 1
+
+
+def test_a_cluster_that_starts_buys_nothing_on_a_guess_of_how_fast_it_is() -> None:
+    """Until steps were measured workers were taken for a laptop's: 59 were ordered where two suffice, and held."""
+    load, one = (
+        traffic(20.0, queued=100, queued_tokens=200_000, oldest_queued_seconds=5.0),
+        DesiredPool(Role.PREFILL, 1),
+    )
+    desired = Desired({"prefill": one, "decode": replace(one, role=Role.DECODE)})
+    begun = [ready("prefill", Role.PREFILL, GUESS), Member("decode", Role.DECODE, Phase.STARTING, 5.0)]
+    for layouts in (rules(most=64), rules(most=64, prefill_tp=2), rules(most=64, standby_workers=0)):
+        decision = decide(Inputs(1e6, layouts, observe(layouts, desired, begun, {}), load))
+        assert decision.pools == {"prefill": Size(1), "decode": Size(1)}
+        assert not decision.needs.unreachable
+        assert "prefill: nobody has done it yet" in decision.reason
+    prefilled = replace(GUESS, prefill_base_seconds=1e-3, prefill_token_seconds=1e-4)
+    known = observe(RULES, desired, [ready("prefill", Role.PREFILL, prefilled), *begun[1:]], {})
+    grown = decide(Inputs(1e6, rules(most=64), known, load)).pools
+    assert grown["prefill"].replicas > 2, "what was measured is sized for"
+    assert grown["decode"] == Size(1)
+    standing_by = rules(most=64, standby_workers=2)
+    three = Desired({**desired.pools, "decode": DesiredPool(Role.DECODE, 3)})
+    assert decide(Inputs(1e6, standing_by, observe(standing_by, three, begun, {}), load)).pools["decode"] == Size(3)
+    none = Desired({name: replace(pool, replicas=0) for name, pool in desired.pools.items()})
+    assert decide(Inputs(1e6, rules(), observe(rules(), none, [], {}), load)).pools["decode"] == Size(1)
