@@ -42,8 +42,10 @@ def page(plan: Plan, points: Sequence[Point], result: Mapping[str, Any], picture
 {_rates(points)}
 <h2>Latencies, ms</h2>
 {_latencies(points)}
-<p><small>Latencies count from each request's due time. ± is half the 95 % interval, by a block bootstrap over stretches
-of consecutive requests; requests due in the warm-up do not count; failed, shed and timed-out ones count as not good.
+<p><small>Latencies count from each request's due time, and are of what came: a request that was shed, or timed out before
+its first token, is in no percentile of TTFT, and one that did not finish in none of E2E. ± is half the 95 % interval, by
+a block bootstrap over stretches of consecutive requests; requests due in the warm-up do not count; failed, shed and
+timed-out ones count as not good.
 </small></p>
 <h2>The load generator</h2>
 {_generator(points)}

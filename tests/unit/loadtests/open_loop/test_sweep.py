@@ -101,6 +101,7 @@ async def test_a_report_says_all_and_needs_nothing_from_elsewhere() -> None:
     assert "at 400/s figures are the load generator&#x27;s, too: it &lt;sent&gt; late" in page
     assert "3 of 30 requests: Overloaded: full" in page
     assert "data:image/png;base64,YSBwaWN0dXJl" in page
+    assert "is in no percentile of TTFT" in page
     assert "http://host" in page
     assert "<script" not in page
     assert 'src="http' not in page
