@@ -24,7 +24,8 @@ from starlette.types import ASGIApp
 
 from headrace import metrics
 from headrace.clock import Clock, SystemClock
-from headrace.config import ClusterConfig, load
+from headrace.config import ClusterConfig
+from headrace.config_file import load
 from headrace.errors import ConfigError, HeadraceError
 from headrace.logs import configure
 from headrace.otlp import open_spans

@@ -19,7 +19,7 @@ from cluster.launch import Report, Step, absolute, running, watch
 from cluster.progress import json_lines, shown, write_line
 from cluster.session import Session, SessionFolder
 from cluster.signals import Interrupted, Signals, raised
-from headrace import config as configuration
+from headrace import config_file
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, HeadraceError
 
@@ -54,7 +54,7 @@ def load(path: pathlib.Path) -> ClusterConfig:
     """The configuration, with a model folder found from where the file is."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give a configuration file, such as examples/laptop.yaml")
-    return absolute(configuration.load(path), path.resolve().parent)
+    return absolute(config_file.load(path), path.resolve().parent)
 
 
 def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Ready) -> None:

@@ -1,4 +1,4 @@
-"""The one YAML file of a cluster, frozen and validated once at the edge.
+"""The one YAML file of a cluster, frozen; `headrace.config_file` reads and validates it, once at the edge.
 
     model: models/smollm2-135m-instruct        # a local folder or a hub id
     pools:
@@ -11,15 +11,10 @@
 An unknown key or an impossible value raises ConfigError with the key, the value and what is allowed.
 """
 
-import pathlib
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, Role
 
 Port = int
@@ -352,143 +347,3 @@ class ClusterConfig(_Section):
     def model_name(self) -> str:
         """The name clients use: `served_model_name`, else the last part of `model`."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
-
-
-def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
-    """A cluster's configuration from YAML text; ConfigError names what is wrong in it."""
-    try:
-        data: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: must be a mapping of keys, got {type(data).__name__}")
-    try:
-        config = ClusterConfig.model_validate(data)
-    except ValidationError as error:
-        raise _first_fault(source, error) from error
-    roles = {pool.role for pool in config.pools.values()}
-    if roles == {"prefill"}:
-        raise ConfigError.out_of_range(
-            f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
-        )
-    _check_classes(config, source)
-    if config.autoscaling.mode != "fixed":
-        _check_scaling(config, source)
-    return config
-
-
-def _check_scaling(config: ClusterConfig, source: str) -> None:
-    """Bounds that can be kept, within the budget, and an SLO that sizes follow from."""
-    for name, pool in config.pools.items():
-        least, most = pool.bounds
-        if not least <= pool.replicas <= most:
-            key = f"{source}: pools.{name}"
-            raise ConfigError.out_of_range(key, f"{least} ≤ {pool.replicas} ≤ {most}", "min ≤ replicas ≤ max")
-    its = config.autoscaling
-    if its.budget_gpus is not None:
-        for what, sizes in (
-            ("min_replicas", {name: pool.bounds[0] for name, pool in config.pools.items()}),
-            ("replicas", {name: pool.replicas for name, pool in config.pools.items()}),
-        ):
-            needed = sum(size * config.pools[name].layout.world_size for name, size in sizes.items())
-            if needed > its.budget_gpus:
-                allowed = f"at least {needed}, which {what} of all pools take"
-                raise ConfigError.out_of_range(f"{source}: autoscaling.budget_gpus", its.budget_gpus, allowed)
-    if its.service_class is None and config.admission.service_class is None:
-        raise ConfigError(
-            f"{source}: autoscaling.service_class: must name one of service_classes: sizes follow from its targets",
-            key="autoscaling.service_class",
-        )
-
-
-def _check_classes(config: ClusterConfig, source: str) -> None:
-    """Every class that is named is one that there is."""
-    named = [("admission.service_class", config.admission.service_class)]
-    named.append(("autoscaling.service_class", config.autoscaling.service_class))
-    for tenant, its in config.tenants.items():
-        named.append((f"tenants.{tenant}.service_class", its.service_class))
-        named += [(f"tenants.{tenant}.service_classes", name) for name in its.service_classes or ()]
-    allowed = ", ".join(config.service_classes) or "absent: service_classes names none"
-    for key, name in named:
-        if name is not None and name not in config.service_classes:
-            raise ConfigError.out_of_range(
-                f"{source}: {key}", name, f"one of {allowed}" if config.service_classes else allowed
-            )
-
-
-def _first_fault(source: str, error: ValidationError) -> ConfigError:
-    """The first thing wrong, with what would be right there: an unknown key before a bad value, which it may explain."""
-    faults = error.errors()
-    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    *path, name = [str(part) for part in fault["loc"] if part != "[key]"] or [""]
-    key = ".".join((*path, name))
-    section = _section(path)
-    if fault["type"] == "extra_forbidden":
-        known = ", ".join(sorted(section.model_fields)) if section is not None else "no keys"
-        return ConfigError(f"{source}: {key}: unknown key; known here: {known}", key=key, value=name, allowed=known)
-    if fault["type"] == "missing":
-        return ConfigError(f"{source}: {key}: must be given", key=key)
-    field = section.model_fields.get(name) if section is not None else None
-    allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
-        "String should match pattern", "a text that matches"
-    )
-    given = "(not shown)" if {"api_keys", "key_env"} & {*path, name} else fault.get("input")
-    return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
-
-
-def _section(path: list[str]) -> type[BaseModel] | None:
-    """The part of the file that a path of keys leads to."""
-    kind: Any = ClusterConfig
-    for part in path:
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
-            kind = _given(kind.model_fields[part].annotation)
-        elif get_origin(kind) is dict:
-            kind = get_args(kind)[1]
-        else:
-            return None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _given(kind: Any) -> Any:
-    """What a key has that may also be null."""
-    kinds = [one for one in get_args(kind) if one is not NoneType] if get_origin(kind) is UnionType else []
-    return kinds[0] if len(kinds) == 1 else kind
-
-
-def _range(field: FieldInfo) -> str:
-    """A number's bounds in words; empty where there are none."""
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = [
-        f"{word} {getattr(limit, name)}"
-        for limit in field.metadata
-        for name, word in words.items()
-        if getattr(limit, name, None) is not None
-    ]
-    whole = field.annotation is int or int in get_args(field.annotation)
-    return f"{'a whole number' if whole else 'a number'} {' and '.join(bounds)}" if bounds else ""
-
-
-def load(path: pathlib.Path) -> ClusterConfig:
-    """parse() of a file, its relative paths taken from where it lies; ConfigError when it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    return _placed(parse(text, str(path)), path.resolve().parent)
-
-
-def _placed(config: ClusterConfig, folder: pathlib.Path) -> ClusterConfig:
-    """Paths as they are meant where the file is: whoever serves from it may run elsewhere."""
-    log, plan = config.router.decision_log, config.console.plan
-    if log.path is not None:
-        log = log.model_copy(update={"path": str(folder / pathlib.Path(log.path).expanduser())})
-        config = config.model_copy(update={"router": config.router.model_copy(update={"decision_log": log})})
-    if config.router.tls is not None:
-        files = config.router.tls.model_dump(exclude={"server_name"}, exclude_none=True)
-        placed = {name: str(folder / pathlib.Path(file).expanduser()) for name, file in files.items()}
-        tls = config.router.tls.model_copy(update=placed)
-        config = config.model_copy(update={"router": config.router.model_copy(update={"tls": tls})})
-    if plan is not None:
-        placed = {"plan": str(folder / pathlib.Path(plan).expanduser())}
-        config = config.model_copy(update={"console": config.console.model_copy(update=placed)})
-    return config

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace import config, metrics, store
+from headrace import config_file, metrics, store
 from headrace.values import Role
 from router.core import running_core
 from tests.e2e.many_routers import BLOCK, a_pool, a_router, samples, until_in_step
@@ -88,7 +88,7 @@ async def test_case_31_workers_of_two_block_sizes_are_each_matched_by_their_own_
         ends.push_async_callback(following.close)
         core = await ends.enter_async_context(
             running_core(
-                config.parse("name: sizes\nmodel: m\npools: {d: {role: unified}}\n"),
+                config_file.parse("name: sizes\nmodel: m\npools: {d: {role: unified}}\n"),
                 router_id="t",
                 open_text=open_text,
                 store=following,

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from headrace import config, metrics, store
+from headrace import config_file, metrics, store
 from router.core import Core, running_core
 from router.decisions.view import WorkerView
 from tests.e2e.many_routers import (
@@ -96,7 +96,9 @@ async def test_a_router_killed_with_requests_in_flight_leaves_no_load_in_another
         following = store.connect(redis_url, budget_seconds=2.0)
         ends.push_async_callback(following.close)
         core = await ends.enter_async_context(
-            running_core(config.parse(f"name: {cluster}{YAML}"), router_id="t", open_text=open_text, store=following)
+            running_core(
+                config_file.parse(f"name: {cluster}{YAML}"), router_id="t", open_text=open_text, store=following
+            )
         )
         await until(core, lambda: len(core.requests.view().workers) == len(workers))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from headrace import config, store
+from headrace import config_file, store
 from headrace.client import AsyncClient
 from headrace.clock import SystemClock
 from headrace.errors import DeadlineExceeded, WorkerLost
@@ -91,7 +91,7 @@ async def running_cluster(folder: pathlib.Path, redis_url: str, name: str) -> As
         following = store.connect(redis_url, budget_seconds=1.0)
         stack.push_async_callback(following.close)
         core = await stack.enter_async_context(
-            running_core(config.parse(f"name: {name}{YAML}"), router_id="t", open_text=open_text, store=following)
+            running_core(config_file.parse(f"name: {name}{YAML}"), router_id="t", open_text=open_text, store=following)
         )
         changed = asyncio.Event()
         core.sessions.listen(lambda worker_id: changed.set())

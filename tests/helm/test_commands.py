@@ -17,7 +17,8 @@ from redis.retry import Retry
 
 from cluster.checks import free_port
 from cluster.cli import cli
-from headrace.config import ClusterConfig, parse
+from headrace.config import ClusterConfig
+from headrace.config_file import parse
 from headrace.store import connect
 from router.__main__ import _parse as parse_router
 from tests.helm.conftest import (

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from cluster.pools import plan_placement
-from headrace.config import parse
+from headrace.config_file import parse
 from router.__main__ import CLOSE_SECONDS
 from tests.helm.conftest import (
     CHART,

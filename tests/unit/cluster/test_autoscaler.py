@@ -19,7 +19,8 @@ from cluster.session import Session
 from cluster.state import ControlState
 from cluster.worker_client import WorkerReport
 from headrace.clock import ManualClock
-from headrace.config import ClusterConfig, parse
+from headrace.config import ClusterConfig
+from headrace.config_file import parse
 from headrace.costmodel import CostModel
 from headrace.errors import ConfigError, InternalError
 from headrace.keys import Keys

@@ -2,7 +2,8 @@ import pathlib
 
 import pytest
 
-from headrace.config import ClusterConfig, load, parse
+from headrace.config import ClusterConfig
+from headrace.config_file import load, parse
 from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, Role
 

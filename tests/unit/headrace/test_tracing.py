@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from headrace.clock import ManualClock
-from headrace.config import parse as parse_config
+from headrace.config_file import parse as parse_config
 from headrace.errors import ConfigError
 from headrace.otlp import open_spans
 from headrace.tracing import Sampler, TraceContext, parse

