@@ -59,11 +59,11 @@ WATCH_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 PEER_SHARE = 0.75
-MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_MESSAGE_BYTES, MAX_TRACE_BYTES = 64 * 2**20, 2**30  # the latter: of a thousand steps, of all ranks
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_TRACE_BYTES),
 )
 CHANNEL_OPTIONS = (*SERVER_OPTIONS[1:], ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 SERVICES = (

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.worker_client import WorkerClient
 from headrace import wire
 from headrace.errors import (
     ContextLengthExceeded,
@@ -21,6 +22,7 @@ from tests.session import open_session
 from tests.unit.workers.memory import VOCAB, MemoryExecutor
 from tests.unit.workers.rig import ENGINE, IDENTITY, Rig, a_request, a_worker
 from workers import streams
+from workers.ranks.profiles import RankProfile
 from workers.serve import serve
 from workers.spec import WorkerSpec
 
@@ -302,6 +304,16 @@ async def test_one_profile_is_taken_at_a_time_and_ends_in_time() -> None:
         for wrong in ({"num_steps": 0, "seconds": 1.0}, {"num_steps": 1, "seconds": 0.0}):
             with pytest.raises(grpc.aio.AioRpcError, match="must be"):
                 await rig.control.Profile(control_pb2.ProfileRequest(**wrong))
+
+
+async def test_a_long_trace_of_many_ranks_is_sent() -> None:
+    trace = bytes(65 * 2**20)
+    async with a_worker() as rig, WorkerClient(rig.target.address) as client:
+        asked = asyncio.ensure_future(client.profile(1000, 60.0))
+        await rig.executor.asked_to_profile.wait()
+        rig.executor.profiling.set_result((RankProfile(0, (), trace),))
+        (found,) = await asked
+        assert found.trace == trace
 
 
 async def test_a_profile_whose_asker_leaves_ends_on_the_ranks() -> None:
