@@ -167,6 +167,8 @@ async def start(config: pathlib.Path) -> tuple[asyncio.subprocess.Process, dict[
     assert child.stdout is not None
     async with asyncio.timeout(START_SECONDS):
         line = (await child.stdout.readline()).decode()
+    if not line:
+        raise RuntimeError(f"the router ended with status {await child.wait()} before it served")
     return child, dict(word.split("=") for word in line.split()[2:])
 
 
