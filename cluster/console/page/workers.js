@@ -84,7 +84,9 @@ function arrange() {
 
 function draw() {
   const { view, body, shown, columns } = state;
-  const from = Math.max(Math.floor(view.scrollTop / ROW) - 4, 0);
+  // Of a list that became shorter the view stands beyond the end, until the rows that held it open are gone.
+  const top = Math.min(view.scrollTop, Math.max(shown.length * ROW - view.clientHeight, 0));
+  const from = Math.max(Math.floor(top / ROW) - 4, 0);
   const seen = shown.slice(from, from + Math.ceil(view.clientHeight / ROW) + 8);
   const numbered = seen.map((row, at) => ({ row, at: from + at }));
   keyed(body, numbered, ({ row }) => row[columns.id],
