@@ -12,21 +12,18 @@ import pathlib
 import secrets
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-import uvicorn
 import uvloop
 from prometheus_client import Gauge
-from starlette.types import ASGIApp
 
 from headrace import metrics
 from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig
 from headrace.config_file import load
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 from headrace.logs import configure
 from headrace.otlp import open_spans
 from headrace.store import connect
@@ -35,7 +32,7 @@ from headrace.values import WorkerInfo
 from router.core import Core, running_core
 from router.decision_log import decision_log
 from router.edge.common import Edge
-from router.edge.connections import BoundedHttp, HttpServer
+from router.edge.connections import HttpServer, http_config, listen
 from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.tls import CertificateGate, Certificates
@@ -66,7 +63,7 @@ async def serve(
     keyring = load_keyring(config)
     models = load_models(config)
     signals = _signals()
-    http_socket = _bind(config.router.host, config.router.http_port)
+    http_socket = listen(config.router.host, config.router.http_port, "router.http_port")
     credentials = certificates.grpc_credentials() if certificates is not None else None
     grpc, grpc_port = open_server(
         config.router.host, config.router.grpc_port, config.limits.max_body_bytes, credentials
@@ -106,7 +103,7 @@ async def serve(
         if tls is not None and tls.client_ca_file is not None:
             app = CertificateGate(app)
         context = certificates.http_context() if certificates is not None else None
-        http = HttpServer(_http_config(app, config.router.keep_alive_seconds, context))
+        http = HttpServer(http_config(app, config.router.keep_alive_seconds, int(CLOSE_SECONDS), context))
         changed = asyncio.Event()
         core.sessions.listen(lambda _: changed.set())
         async with asyncio.TaskGroup() as group:
@@ -183,36 +180,11 @@ async def _tell_health(health: Health, changed: asyncio.Event) -> None:
         await health.changed()
 
 
-def _http_config(app: ASGIApp, keep_alive_seconds: int, context: ssl.SSLContext | None = None) -> uvicorn.Config:
-    """Idle connections are kept longer than clients keep them: whoever closes first must be the client."""
-    return uvicorn.Config(
-        app,
-        loop="none",
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=keep_alive_seconds,
-        timeout_graceful_shutdown=int(CLOSE_SECONDS),
-        ssl_context_factory=None if context is None else lambda *_: context,
-    )
-
-
 def _signals() -> "asyncio.Queue[signal.Signals]":
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, received.put_nowait, number)
     return received
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"router.http_port: cannot listen on {host}:{port}: {error.strerror}", value=port) from error
 
 
 def _open_text(models: Models, job: Job) -> TextStream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.console.pools import Pool
-from cluster.console.traffic import Growth, attainment
+from cluster.growth import Growth, attainment
 from cluster.planning.plan_json import FORMAT
 from headrace.errors import ConfigError
 

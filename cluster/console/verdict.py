@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.console.pools import Pool
-from cluster.console.traffic import Growth, attainment, num_ended
+from cluster.growth import Growth, attainment, num_ended
 from headrace.config import ClusterConfig, ServiceClassConfig
 from headrace.reports import ClassCounts
 

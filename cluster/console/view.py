@@ -14,8 +14,8 @@ from typing import Any
 from cluster.console.decisions import scaling
 from cluster.console.planned import Measured, compared
 from cluster.console.pools import Pool, Seen, pools_of
-from cluster.console.traffic import NOTHING, Growth, attainment, num_ended
 from cluster.console.verdict import Rules, Sources, judge, pressed
+from cluster.growth import NOTHING, Growth, attainment, num_ended
 from cluster.scaling.values import Recorded
 from headrace.errors import ConfigError
 from headrace.metrics import Stage

@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from cluster.growth import COUNTED, VERDICTS, grown
 from cluster.scaling.values import Traffic
-from headrace.reports import ClassCounts, RouterReport
+from headrace.reports import RouterReport
 
 LENGTH_WINDOWS = 5  # after so many half of what is known of lengths and hits is of them: a mix may change
 BURST_MEMORY_SECONDS = 3600.0  # of burstiness, the same
@@ -14,16 +15,6 @@ MIN_STEP_SECONDS = 0.05
 LATE_SECONDS = 2.0  # by which two of a router's reports may be further apart than two looks
 MOST_ROUTERS = 256  # that are remembered
 SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
-_COUNTERS = (
-    "arrivals",
-    "prompt_tokens",
-    "computed_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "ended",
-    "denied",
-    "denied_tokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class Meter:
         self._present: Mapping[str, RouterReport] = {}
         self._steps: deque[_Step] = deque()
         self._looked_at: float | None = None
-        self._sums = dict.fromkeys((*_COUNTERS, "answered"), 0.0)
+        self._sums = dict.fromkeys((*COUNTED, "answered"), 0.0)
         self._squares = 0.0
         self._means = 0.0
         self._busy_at: float | None = None
@@ -62,9 +53,9 @@ class Meter:
         seconds = now - self._looked_at if self._looked_at is not None else 0.0
         if seconds < 0:  # the clock was set back: what is later than now is of no window
             self._steps.clear()
-        new = dict.fromkeys(_COUNTERS, 0.0)
+        new = dict.fromkeys(COUNTED, 0.0)
         whole = self._present.keys() <= reports.keys()
-        counts = dict.fromkeys((field.name for field in fields(ClassCounts)), 0)
+        counts = dict.fromkeys(VERDICTS, 0)
         for name, report in reports.items():
             last = self._last.get(name)
             if last is None or report.arrivals < last.arrivals:
@@ -73,14 +64,13 @@ class Meter:
             silent = report.seconds - last.seconds
             whole = whole and silent <= seconds + LATE_SECONDS
             share = seconds / silent if silent > max(self._window_seconds, seconds + LATE_SECONDS) else 1.0
-            for counter in _COUNTERS:
-                new[counter] += (getattr(report, counter) - getattr(last, counter)) * share
+            growth = grown(last, report)
+            for counter in COUNTED:
+                new[counter] += growth.of(counter) * share
             if share < 1:
                 continue  # what it kept long ago is no attainment of now
-            for service_class, now_counts in report.classes.items():
-                before = last.classes.get(service_class, ClassCounts())
-                for verdict in counts:
-                    counts[verdict] += getattr(now_counts, verdict) - getattr(before, verdict)
+            for (_, verdict), number in growth.classes.items():
+                counts[verdict] += number
         new["arrivals"] = max(new["arrivals"] - new["denied"], 0.0)
         new["prompt_tokens"] = max(new["prompt_tokens"] - new["denied_tokens"], 0.0)
         begins = self._busy_at is None and bool(reports)
@@ -114,7 +104,7 @@ class Meter:
 
     def _learn(self, new: Mapping[str, float], counts: Mapping[str, int], seconds: float, *, whole: bool) -> None:
         keep = 0.5 ** (seconds / (LENGTH_WINDOWS * self._window_seconds))
-        for counter in _COUNTERS:
+        for counter in COUNTED:
             self._sums[counter] = self._sums[counter] * keep + new[counter]
         self._sums["answered"] = self._sums["answered"] * keep + max(
             new["ended"] - counts["failed"] - new["denied"], 0.0

@@ -6,12 +6,17 @@ already on its way (pipelined).
 """
 
 import asyncio
+import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.errors import ConfigError
 
 MAX_HEAD_BYTES = 64 * 2**10
 SENDS_NOTHING_SECONDS = 60.0
@@ -129,3 +134,32 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def listen(host: str, port: int, key: str) -> socket.socket:
+    """ConfigError, which names `key`, when the port is taken; 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror}", key=key, value=port) from error
+
+
+def http_config(
+    app: ASGIApp, keep_alive_seconds: int, close_seconds: int, context: ssl.SSLContext | None = None
+) -> uvicorn.Config:
+    """Of a server on the loop that runs. Idle connections are to be kept longer than clients keep them: whoever closes
+    first must be the client."""
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http=BoundedHttp,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=keep_alive_seconds,
+        timeout_graceful_shutdown=close_seconds,
+        ssl_context_factory=None if context is None else lambda *_: context,
+    )

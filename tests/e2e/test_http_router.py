@@ -20,7 +20,7 @@ from headrace.client import AsyncClient
 from headrace.config import RouterConfig
 from headrace.errors import ModelNotFound, Unavailable
 from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
-from router.__main__ import _http_config
+from router.edge.connections import http_config
 from router.text.vocabulary import Text
 from tests.e2e.routers import RunningRouter, null_info, running_router, sdk_of, tiny_checkpoint, write_config
 from tests.null_worker import NullWorker
@@ -297,7 +297,7 @@ async def test_case_50_an_idle_connection_is_kept_as_long_as_configured(
     checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     """The server keeps it between requests, and closes it at last: after keep_alive_seconds, 120 where none are given."""
-    assert RouterConfig().keep_alive_seconds == _http_config(Starlette(), 120).timeout_keep_alive == 120
+    assert RouterConfig().keep_alive_seconds == http_config(Starlette(), 120, 2).timeout_keep_alive == 120
     async with running_router(checkpoint, tmp_path / "h.yaml", [], keep_alive_seconds=1) as router:
         host, port = router.http.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

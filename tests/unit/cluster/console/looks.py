@@ -3,9 +3,9 @@
 from typing import Any
 
 from cluster.console.pools import Seen
-from cluster.console.traffic import Growth
 from cluster.console.verdict import Rules, Sources
 from cluster.console.view import Cluster, Look
+from cluster.growth import Growth
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
 from headrace.config import ServiceClassConfig

@@ -11,7 +11,7 @@ from cluster.console.decisions import MAX_DECISIONS, changes, scaling
 from cluster.console.plan_file import PlanFile
 from cluster.console.planned import Measured, compared
 from cluster.console.pools import pools_of
-from cluster.console.traffic import Growth
+from cluster.growth import Growth
 from cluster.planning.load import Target
 from cluster.scaling.decide import decide
 from cluster.scaling.values import Inputs, PoolRules, PoolSeen, Recorded, Rules, Size, Traffic

@@ -1,6 +1,7 @@
 """Rates out of counters: nothing is lost with a report, nothing is invented when routers come and go."""
 
-from cluster.console.traffic import Growth, Ring, Traffic, attainment, grown
+from cluster.console.traffic import Ring, Traffic
+from cluster.growth import Growth, attainment, grown
 from headrace.reports import ClassCounts
 from tests.unit.cluster.console.looks import routed
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.console.traffic import Growth
 from cluster.console.view import MAX_PAIRS, MAX_REQUESTS, MAX_TEXT, MAX_WORKERS, Heard, as_json, point, scene, stages
+from cluster.growth import Growth
 from router.explanations import Failure
 from tests.unit.cluster.console.looks import CHAT, growth, look, recent, routed, worker
 

@@ -11,9 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import ManualClock
 from headrace.errors import Overloaded
-from router.__main__ import _bind, _http_config
 from router.edge import connections, sse
-from router.edge.connections import HttpServer
+from router.edge.connections import HttpServer, http_config, listen
 from router.edge.openai import OpenAi
 from router.flight import Job, Piece
 from router.text.vocabulary import Text
@@ -49,8 +48,8 @@ class Endless:
 async def connected(
     app: ASGIApp, keep_alive_seconds: float = 5
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    listening = _bind("127.0.0.1", 0)
-    server: uvicorn.Server = HttpServer(_http_config(app, keep_alive_seconds))  # type: ignore[arg-type]
+    listening = listen("127.0.0.1", 0, "port")
+    server: uvicorn.Server = HttpServer(http_config(app, keep_alive_seconds, 2))  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve([listening]))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     try:
