@@ -128,9 +128,7 @@ class Engine:
                 await self._idle()
                 continue
             flight = flights.popleft()
-            result = await self._land(flight)
-            with self._ranges("postprocess"):
-                self._postprocess(flight.plan, result, listener)
+            self._postprocess(flight.plan, await self._land(flight), listener)
 
     def act_out_faults(self) -> None:
         """Those that change what the scheduler has to do with: a smaller pool, a sequence preempted."""
@@ -162,18 +160,19 @@ class Engine:
             raise WorkerLost(f"step {flight.plan.number} failed: {type(error).__name__}: {error}") from error
 
     def _postprocess(self, plan: StepPlan, result: StepResult, listener: Listener) -> None:
-        now = self.clock.now()
-        events = self.scheduler.apply(result, now)
-        self.num_steps += 1
-        self._busy_since = now
-        for chunk in events.chunks:  # first what others wait for
-            listener.on_chunk(chunk)
-        if events.outputs:
-            listener.on_outputs(events.outputs)
-        work = StepWork.of(plan)
-        self._fit.add(work, result.seconds)
-        listener.on_step(work, result.seconds)
-        self._tell_waiters()
+        with self._ranges("postprocess"):
+            now = self.clock.now()
+            events = self.scheduler.apply(result, now)
+            self.num_steps += 1
+            self._busy_since = now
+            for chunk in events.chunks:  # first what others wait for
+                listener.on_chunk(chunk)
+            if events.outputs:
+                listener.on_outputs(events.outputs)
+            work = StepWork.of(plan)
+            self._fit.add(work, result.seconds)
+            listener.on_step(work, result.seconds)
+            self._tell_waiters()
 
     async def _idle(self) -> None:
         if not self.scheduler.has_work:
