@@ -122,7 +122,8 @@ class Worker:
             faults=faults,
             on_end=self._meters.link_ended,
         )
-        reads = Reads(self._engine, transfer_seconds=handoff.transfer_seconds, faults=faults, on_read=self._meters.read)
+        bounds = handoff.transfer_seconds, spec.engine.stall_seconds
+        reads = Reads(self._engine, *bounds, faults, on_read=self._meters.read)
         self._puller = Puller(self._engine, self._peers, reads, transfer_seconds=handoff.transfer_seconds)
         self._intake = Intake(
             self._engine,

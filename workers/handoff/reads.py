@@ -10,22 +10,23 @@ from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 
 Block = tuple[int, int]
 
-STEP_SECONDS = 60.0  # after which a worker is lost whose ranks did not end a step
-
 
 class Reads:
-    """Owns nothing; the engine learns what a read cost. `on_read` hears of (bytes, seconds)."""
+    """Owns nothing; the engine learns what a read cost. `step_seconds`: how long a step may take at the source before its
+    worker counts as stalled. `on_read` hears of (bytes, seconds)."""
 
     def __init__(
         self,
         engine: Engine,
-        *,
         transfer_seconds: float,
+        step_seconds: float,
         faults: Faults | None = None,
+        *,
         on_read: Callable[[int, float], None] | None = None,
     ) -> None:
         self._engine = engine
         self._transfer_seconds = transfer_seconds
+        self._step_seconds = step_seconds
         self._faults = faults or Faults()
         self._on_read = on_read
 
@@ -42,8 +43,7 @@ class Reads:
             for (source, epoch), (target, target_epoch) in zip(sources, targets, strict=True)
         ]
         quarantine = incoming.begin_pull(targets)
-        # A step that takes too long is its own worker's to notice, and ends the stream.
-        seconds = self._transfer_seconds + (STEP_SECONDS if after_step else 0.0)
+        seconds = self._transfer_seconds + (self._step_seconds if after_step else 0.0)
         reading = asyncio.wrap_future(executor.pull(ranks, pulls, after_step))
         late = asyncio.get_running_loop().call_later(seconds, executor.close_links, ranks.key)
 

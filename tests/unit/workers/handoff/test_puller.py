@@ -323,7 +323,10 @@ async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str)
     expected = await answer_alone(asked)
     async with (
         a_worker("p1", role=Role.PREFILL) as spare,
-        a_pair(decode_handoff=quick) as (prefill, decode),
+        a_pair(decode_handoff=quick, decode_engine=ENGINE.model_copy(update={"stall_seconds": 0.2})) as (
+            prefill,
+            decode,
+        ),
         decode.router() as router,
     ):
         await failing(decode, how)
