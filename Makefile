@@ -29,7 +29,7 @@ lint: setup  ## ruff, mypy, import-linter, generated code and chart
 unit: setup  ## unit tests, without those that need the small model or interpret kernels
 	$(PY)/pytest tests/unit -q -n 2 -m "not model and not interpreter"
 
-check: lint unit  ## what a commit must pass; about four minutes on two cores that do nothing else
+check: lint unit  ## what a commit must pass; about two minutes on two cores that do nothing else
 
 test: check model  ## everything that needs no GPU
 	$(PY)/pytest tests/unit -q -m interpreter

@@ -20,16 +20,7 @@ from headrace.errors import Draining, HeadraceError
 from headrace.otlp import open_spans
 from headrace.store import Store, connect
 from headrace.v1 import control_pb2, control_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from headrace.values import (
-    BlockCounts,
-    Compatibility,
-    Load,
-    LoadReport,
-    RequestKey,
-    Role,
-    SequenceOutput,
-    WorkerInfo,
-)
+from headrace.values import BlockCounts, Compatibility, Load, LoadReport, RequestKey, Role, SequenceOutput, WorkerInfo
 from workers.control import ControlServicer
 from workers.engine import Engine
 from workers.faults import Faults
