@@ -15,7 +15,6 @@ from cluster.worker_client import WorkerReport
 from headrace.values import BlockCounts
 
 SHORT_PRESSURE = 0.9
-STALE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)

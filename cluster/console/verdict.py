@@ -12,7 +12,6 @@ from headrace.reports import ClassCounts
 OBJECTIVE = 0.99
 BAD_ATTAINMENT = 0.9
 MIN_ENDED = 10  # of fewer requests no attainment is an alarm
-STALE_SECONDS = 10.0
 
 
 class Level(StrEnum):

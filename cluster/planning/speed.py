@@ -19,11 +19,6 @@ from headrace.values import ParallelLayout
 from workers.kv.layout import shard
 
 
-def decode_limit_tokens_per_second(weight_bytes: float, bytes_per_second: float) -> float:
-    """One sequence, no context: every step reads all weights once. What textbooks compute."""
-    return bytes_per_second / weight_bytes
-
-
 def cost_model(
     model: ModelSpec, gpu: GpuType, layout: ParallelLayout, precision: Precision, *, num_links: int = 1
 ) -> CostModel:

@@ -17,7 +17,6 @@ BlockId = NewType("BlockId", bytes)
 
 ID_BYTES = 16
 HASH_VERSION = 1
-DEFAULT_BLOCK_SIZE = 32
 ROOT = BlockId(bytes(ID_BYTES))
 
 

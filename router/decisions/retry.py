@@ -6,7 +6,7 @@ has seen tokens ends with the error: its sampling state lives where it ran, and 
 
 from dataclasses import dataclass, replace
 
-from headrace.errors import DeadlineExceeded, HeadraceError, WorkerLost, meaning
+from headrace.errors import DeadlineExceeded, HeadraceError, meaning
 from headrace.values import RequestKey
 from router.decisions.placement import Placed
 
@@ -45,15 +45,10 @@ class End:
 
 
 def after_rejection(progress: Progress, error: HeadraceError) -> PlaceAgain | End:
-    """The decode worker did not take the request, or gave it up: it holds nothing of it any more."""
+    """The decode worker did not take the request, gave it up, or is lost: it holds nothing of it any more."""
     if not meaning(error).retryable or progress.num_tokens or progress.key.attempt >= MAX_ATTEMPTS:
         return End(error)
     return PlaceAgain(progress.key.next_attempt(), progress.excluded | {progress.decode})
-
-
-def after_worker_lost(progress: Progress, error: WorkerLost) -> PlaceAgain | End:
-    """The session to the decode worker ended, or is silent for too long."""
-    return after_rejection(progress, error)
 
 
 def after_peer_lost(progress: Progress, prefill: str, error: HeadraceError) -> PrefillAgain | End:

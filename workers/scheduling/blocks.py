@@ -82,11 +82,6 @@ class BlockLedger:
     def num_pinned(self) -> int:
         return self._shown[Hold.PINNED]
 
-    @property
-    def num_cached_ids(self) -> int:
-        """Size of the published set: cached blocks, and held ones that have an identity."""
-        return len(self._by_id)
-
     def epoch(self, block: int) -> int:
         return self._epochs[block]
 
