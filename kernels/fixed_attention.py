@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.ops import AttentionBatch
 from kernels.paged_decode import LOG2_E
-from kernels.paged_prefill import SMALLEST, _advance
+from kernels.paged_prefill import SMALLEST, _over
 from kernels.tuning import PrefillTile
 
 PART_TOKENS = 512
@@ -158,45 +158,22 @@ def _attend(
     for part in range(number, last_number):
         last = tl.minimum((part + 1) * PART, seen_by_any)
         unmasked = tl.maximum(tl.minimum(seen_by_all // C * C, last), part * PART)
-        largest_M = tl.full([M], SMALLEST, tl.float32)
-        weight_M = tl.zeros([M], tl.float32)
-        sum_ME = tl.zeros([M, E], tl.float32)
-        for start in range(part * PART, unmasked, C):
-            largest_M, weight_M, sum_ME = _advance(
-                q_ME,
-                position_M,
-                largest_M,
-                weight_M,
-                sum_ME,
-                layer_base,
-                table,
-                start,
-                context,
-                block_stride,
-                log2_scale,
-                E,
-                S,
-                C,
-                False,
-            )
-        for start in range(unmasked, last, C):
-            largest_M, weight_M, sum_ME = _advance(
-                q_ME,
-                position_M,
-                largest_M,
-                weight_M,
-                sum_ME,
-                layer_base,
-                table,
-                start,
-                context,
-                block_stride,
-                log2_scale,
-                E,
-                S,
-                C,
-                True,
-            )
+        largest_M, weight_M, sum_ME = _over(
+            q_ME,
+            position_M,
+            layer_base,
+            table,
+            part * PART,
+            unmasked,
+            last,
+            context,
+            block_stride,
+            log2_scale,
+            M,
+            E,
+            S,
+            C,
+        )
         all_largest_M, all_weight_M, all_sum_ME = _joined(
             all_largest_M, all_weight_M, all_sum_ME, largest_M, weight_M, sum_ME
         )

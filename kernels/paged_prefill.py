@@ -160,45 +160,9 @@ def _prefill(
     if SPLIT:
         last = tl.minimum(first + part, last)
         unmasked = tl.maximum(tl.minimum(unmasked, last), first)
-    largest_M = tl.full([M], SMALLEST, tl.float32)
-    weight_M = tl.zeros([M], tl.float32)
-    sum_ME = tl.zeros([M, E], tl.float32)
-    for start in range(first, unmasked, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            False,
-        )
-    for start in range(unmasked, last, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            True,
-        )
+    largest_M, weight_M, sum_ME = _over(
+        q_ME, position_M, layer_base, table, first, unmasked, last, context, block_stride, log2_scale, M, E, S, C
+    )
     if SPLIT and part < context:
         num_heads = tl.num_programs(1) * G
         lane_M = head * G + m % G
@@ -269,6 +233,67 @@ def _merge(
         (sum_HE / weight_H[:, None]).to(OUT.dtype.element_ty),
         mask=(h < H)[:, None],
     )
+
+
+@triton.jit
+def _over(
+    q_ME,
+    position_M,
+    layer_base,
+    table,
+    first,
+    unmasked,
+    last,
+    context,
+    block_stride,
+    log2_scale,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Over the context from `first` to `last`, of which all see what is before `unmasked`: the largest score, the sum of
+    the weights by it, and that of the values weighted."""
+    largest_M = tl.full([M], SMALLEST, tl.float32)
+    weight_M = tl.zeros([M], tl.float32)
+    sum_ME = tl.zeros([M, E], tl.float32)
+    for start in range(first, unmasked, C):
+        largest_M, weight_M, sum_ME = _advance(
+            q_ME,
+            position_M,
+            largest_M,
+            weight_M,
+            sum_ME,
+            layer_base,
+            table,
+            start,
+            context,
+            block_stride,
+            log2_scale,
+            E,
+            S,
+            C,
+            False,
+        )
+    for start in range(unmasked, last, C):
+        largest_M, weight_M, sum_ME = _advance(
+            q_ME,
+            position_M,
+            largest_M,
+            weight_M,
+            sum_ME,
+            layer_base,
+            table,
+            start,
+            context,
+            block_stride,
+            log2_scale,
+            E,
+            S,
+            C,
+            True,
+        )
+    return largest_M, weight_M, sum_ME
 
 
 @triton.jit
