@@ -16,6 +16,8 @@ ttft_added_*_ms             median TTFT of a lone prompt handed over − the sam
                             the one that computes it either way; taken in turn. The note has the decode worker alone too
 itl_p99_beside_over_alone   p99 of the gaps of 64 streams while 8k prompts are handed over one after the other, over
                             that of the same streams alone; itl_p99_aggregated_*: while decode computes them itself
+late_*                      of a second pair, which launches late (engine.late_launch): that of what a late launch is for;
+                            late_step_ratio and late_itl_ratio say what it costs, of the batch's steps and the streams' gaps
 """
 
 import argparse
@@ -48,6 +50,7 @@ FIXED_MS = 3.0
 Where = Literal["decode", "prefill", "pair"]
 PATHS: tuple[Where, ...] = ("prefill", "decode", "pair")
 PHASES = ("answers", "lone", "hand_over_beside_batch", "streams")
+OF_LATE_LAUNCH = ("hand_over_beside_batch", "streams")
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,21 @@ class Bench:
     decode: Session
     source: Session
     prefill: PrefillTarget
+    late: bool = False
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     asked: int = 0
+
+    def add(self, row: Row) -> None:
+        """One of a late launch without a bound: what must hold of both is said where they are compared."""
+        self.report.add(replace(row, name=f"late_{row.name}") if self.late else row)
+
+    def compared(self, name: str, of: str, mean_ms: float) -> None:
+        """A mean, which whoever launches late may make at most a hundredth longer than it was ahead."""
+        ahead = next((row for row in self.report.rows if row.name == name), None)
+        self.add(Row(name, mean_ms, "ms", "lower"))
+        if self.late and ahead is not None:
+            note = f"{mean_ms:.3f} ms launched late, {ahead.value:.3f} one step ahead"
+            self.report.add(Row(f"late_{of}_ratio", mean_ms / ahead.value, "", "lower", must=1.01, aim=1.0, note=note))
 
     def ask(
         self, phase: str, length: int, max_tokens: int, *, where: Where, prompt: Sequence[int] = (), **how: Any
@@ -194,7 +210,7 @@ class Bench:
                     close.append(alone.margins[at])
                 equal += at is None or (not how and alone.margins[at] < MARGIN)
         note = f"{total - len(close)} of {total} equal throughout" + (f", margins {close}" if close else "")
-        self.report.add(Row("answers_equal_fraction", equal / total, "", "higher", must=1.0, note=note))
+        self.add(Row("answers_equal_fraction", equal / total, "", "higher", must=1.0, note=note))
 
     async def lone(self) -> None:
         for label, length, must, aim in self.scale.lone:
@@ -207,7 +223,7 @@ class Bench:
             prefill, decode, pair = (statistics.median(ttft_ms[where]) for where in PATHS)
             note = f"{pair:.2f} ms handed over, {prefill:.2f} alone on prefill, {decode:.2f} alone on decode"
             row = Row(f"ttft_added_{label}_ms", pair - prefill, "ms", "lower", must, aim, samples=ttft_ms["pair"])
-            self.report.add(replace(row, peer=prefill, peer_name="alone on the prefill worker", note=note))
+            self.add(replace(row, peer=prefill, peer_name="alone on the prefill worker", note=note))
 
     async def _streams(self, beside: Where | None) -> tuple[list[float], list[float]]:
         """The gaps of the streams, and the TTFT of the prompts beside them, in ms."""
@@ -234,20 +250,23 @@ class Bench:
         gaps: dict[Where | None, list[float]] = {beside: [] for beside in besides}
         ttft: dict[Where | None, list[float]] = {beside: [] for beside in besides}
         for number in range(self.scale.stream_rounds):
-            for beside in besides if number == 0 else besides[:2]:
+            for beside in besides if number == 0 and not self.late else besides[:2]:
                 found, waited = await self._streams(beside)
                 gaps[beside] += found
                 ttft[beside] += waited
         alone = quantile(gaps[None], 0.99)
+        self.compared("itl_mean_alone_ms", "itl", statistics.mean(gaps[None]))
         for name, beside, must, aim in (("beside", besides[1], 1.3, 1.05), ("aggregated", besides[2], None, None)):
+            if not gaps[beside]:
+                continue
             p50, p99 = quantile(gaps[beside], 0.5), quantile(gaps[beside], 0.99)
             note = (
                 f"p99 {p99:.2f} ms, alone {alone:.2f}; p50 {p50:.2f}, alone {quantile(gaps[None], 0.5):.2f}; "
                 f"{len(gaps[beside])} gaps, {len(gaps[None])} alone"
             )
-            self.report.add(Row(f"itl_p99_{name}_over_alone", p99 / alone, "", "lower", must, aim, note=note))
+            self.add(Row(f"itl_p99_{name}_over_alone", p99 / alone, "", "lower", must, aim, note=note))
             loaded = ttft[beside]
-            self.report.add(Row(f"ttft_8k_loaded_{name}_ms", statistics.median(loaded), "ms", "lower", samples=loaded))
+            self.add(Row(f"ttft_8k_loaded_{name}_ms", statistics.median(loaded), "ms", "lower", samples=loaded))
 
     async def hand_over_beside_batch(self) -> None:
         scale = self.scale
@@ -277,19 +296,16 @@ class Bench:
             row = Row(
                 f"handover_runnable_ms_{name}", quantile(samples, each), "ms", "lower", must, aim, samples=samples
             )
-            self.report.add(row)
+            self.add(row)
         for part in HandOver.PARTS:
             samples = [getattr(hand_over, part) * 1e3 for hand_over in busy]
             note = f"p99 {quantile(samples, 0.99):.3f} ms"
-            self.report.add(
-                Row(f"handover_{part}_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=note)
-            )
+            self.add(Row(f"handover_{part}_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=note))
         step_ms = statistics.mean(step_seconds(decode, scale_batch := self.scale.batch)) * 1e3
+        self.compared("handover_step_ms", "step", step_ms)
         steps = [(hand_over.begun * 1e3 - FIXED_MS) / step_ms for hand_over in busy]
         note = f"mean step of {scale_batch} rows and more {step_ms:.2f} ms; p50 {quantile(steps, 0.5):.2f}"
-        self.report.add(
-            Row("handover_steps_p99", quantile(steps, 0.99), "steps", "lower", 2.0, 1.0, samples=steps, note=note)
-        )
+        self.add(Row("handover_steps_p99", quantile(steps, 0.99), "steps", "lower", 2.0, 1.0, samples=steps, note=note))
 
     def _idle(self, idle: Sequence[HandOver]) -> None:
         samples = [each.runnable * 1e3 for each in idle]
@@ -297,7 +313,7 @@ class Bench:
             f"{part} {quantile([getattr(each, part) * 1e3 for each in idle], 0.5):.2f}" for part in HandOver.PARTS
         )
         row = Row("handover_idle_2k_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=parts)
-        self.report.add(row)
+        self.add(row)
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
@@ -314,20 +330,23 @@ def make_model(shape: dict[str, Any]) -> pathlib.Path:
     return folder
 
 
-async def measure(report: Report, scale: Scale, devices: Sequence[str | None], phases: Sequence[str]) -> None:
+async def measure(
+    report: Report, scale: Scale, devices: Sequence[str | None], phases: Sequence[str], *, late: bool = False
+) -> None:
     model = make_model(scale.shape)
+    engine = {**scale.engine, "late_launch": late}
     began = monotonic()
     async with AsyncExitStack() as stack:
         started = await asyncio.gather(
             *(
-                stack.enter_async_context(worker(name, role, model, scale.engine, device))
+                stack.enter_async_context(worker(name, role, model, engine, device))
                 for (name, role), device in zip((("p", "prefill"), ("d", "decode")), devices, strict=True)
             )
         )
-        report.add(Row("ready_s", monotonic() - began, "s", "lower", note="both workers, random weights"))
         (prefill, _), (decode, _) = started
         session, source = [await stack.enter_async_context(open_session(each, "bench")) for each in (decode, prefill)]
-        bench = Bench(scale, report, session, source, PrefillTarget("p", 1, prefill))
+        bench = Bench(scale, report, session, source, PrefillTarget("p", 1, prefill), late)
+        bench.add(Row("ready_s", monotonic() - began, "s", "lower", note="both workers, random weights"))
         for phase in phases:
             await getattr(bench, phase)()
     bench.hand_overs({name: notes for name, (_, notes) in zip("pd", started, strict=True)})
@@ -340,7 +359,8 @@ def main() -> int:
     )
     parser.add_argument("--chunk", type=int, default=2048, help="the most tokens of a step, on both sides")
     parser.add_argument("--blocks", type=int, default=FULL.engine["num_blocks"], help="fewer where both use one GPU")
-    parser.add_argument("--phases", nargs="*", choices=PHASES, help="default: all")
+    parser.add_argument("--phases", nargs="*", choices=PHASES, default=PHASES, help="default: all")
+    parser.add_argument("--launch", nargs="+", choices=("ahead", "late"), default=("ahead", "late"))
     parser.add_argument("--try", dest="tiny", action="store_true", help="a tiny model on the CPU")
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -355,7 +375,11 @@ def main() -> int:
         report, scale = Report("pair", ("torch", "triton"), hardware=hardware), FULL
         sizes = {"max_step_tokens": arguments.chunk, "num_blocks": arguments.blocks}
         scale = replace(scale, engine={**scale.engine, **sizes})
-    uvloop.run(measure(report, scale, devices, arguments.phases or PHASES))
+    if "ahead" in arguments.launch:
+        uvloop.run(measure(report, scale, devices, arguments.phases))
+    if "late" in arguments.launch:
+        phases = [phase for phase in arguments.phases if phase in OF_LATE_LAUNCH]
+        uvloop.run(measure(report, scale, devices, phases, late=True))
     return report.close(arguments)
 
 

@@ -3,7 +3,8 @@
     schedule → run → postprocess
 
 The overlapped loop keeps one step ahead: plan k+1 is made and handed over while plan k computes, so that the ranks
-never wait for bookkeeping. The plain loop does the same without overlap, and is its specification.
+never wait for bookkeeping: at once, or, launching late, shortly before plan k ends (scheduling.pacing). The plain loop
+does the same without overlap, and is its specification.
 
 Everything here belongs to one event loop. Whoever changes the scheduler through `engine.scheduler` calls
 `engine.changed()` afterwards; an idle engine waits for that and for nothing else.
@@ -12,6 +13,7 @@ Everything here belongs to one event loop. Whoever changes the scheduler through
 import asyncio
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,6 +24,7 @@ from headrace.values import Load, RequestKey, SequenceOutput
 from workers.faults import Faults
 from workers.ranges import NO_RANGES, Ranges
 from workers.ranks.executor import Executor
+from workers.scheduling.pacing import Pacing
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import ChunkDone, Scheduler
 from workers.scheduling.work import StepFit, StepWork
@@ -65,13 +68,16 @@ class Engine:
         ranges: Ranges = NO_RANGES,
         *,
         overlap: bool = True,
+        late_launch: bool = False,
         faults: Faults | None = None,
     ) -> None:
+        """`late_launch`: not for several stages, which two steps in flight keep busy."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.num_steps = 0
         self._overlap = overlap
+        self._pacing = Pacing() if late_launch else None
         self._ranges = ranges
         self._faults = faults or Faults()
         self._fit = StepFit()
@@ -116,14 +122,19 @@ class Engine:
             if plan is None:
                 await self._idle()
                 continue
-            flight = await self._launch(plan, listener)
+            flight = await self._launch(plan, listener, self.clock.now())
             self._postprocess(flight.plan, await self._land(flight), listener)
 
     async def _run_overlapped(self, listener: Listener) -> None:
         flights: deque[_Flight] = deque()
         while True:
-            while len(flights) < 2 and (plan := self._schedule()) is not None:
-                flights.append(await self._launch(plan, listener))
+            while len(flights) < 2:
+                if self._pacing is not None and flights:
+                    await self._hold(self._pacing, flights[0])
+                began = self.clock.now()
+                if (plan := self._schedule()) is None:
+                    break
+                flights.append(await self._launch(plan, listener, began))
             if not flights:
                 await self._idle()
                 continue
@@ -142,11 +153,21 @@ class Engine:
         with self._ranges("schedule"):
             return self.scheduler.schedule(self.clock.now())
 
-    async def _launch(self, plan: StepPlan, listener: Listener) -> _Flight:
+    async def _hold(self, pacing: Pacing, flight: _Flight) -> None:
+        """Until it is time for the next step; at the latest until this one has landed."""
+        release_at = pacing.release_at(self.cost)
+        if release_at is not None and (seconds := release_at - self.clock.now()) > 0:
+            with suppress(Exception):  # what it failed with is raised where it lands
+                async with asyncio.timeout(seconds):
+                    await settled(flight.result)
+
+    async def _launch(self, plan: StepPlan, listener: Listener, began: float) -> _Flight:
         if self._busy_since is None:
             self._busy_since = self.clock.now()
         await self._faults.reach("step")
         flight = _Flight(plan, self.executor.step(plan))
+        if self._pacing is not None:
+            self._pacing.launched(StepWork.of(plan), self.cost, began, self.clock.now())
         for chunk in self.scheduler.take_ahead():
             listener.on_chunk(chunk)
         return flight
@@ -165,6 +186,8 @@ class Engine:
             events = self.scheduler.apply(result, now)
             self.num_steps += 1
             self._busy_since = now
+            if self._pacing is not None:
+                self._pacing.landed(result.ahead_seconds, now)
             for chunk in events.chunks:  # first what others wait for
                 listener.on_chunk(chunk)
             if events.outputs:

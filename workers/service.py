@@ -90,7 +90,8 @@ class Worker:
         self._scheduler = _scheduler(spec, identity, self._ledger)
         self._probe = probe(_hasher(identity.compatibility, "", ""))
         parts = self._scheduler, executor, clock, ranges_of(spec.engine)
-        self._engine = Engine(*parts, overlap=spec.engine.overlap, faults=faults)
+        late = spec.engine.late_launch and spec.layout.pp == 1
+        self._engine = Engine(*parts, overlap=spec.engine.overlap, late_launch=late, faults=faults)
         self._meters = Meters(registry or CollectorRegistry())
         spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
         self._parts = Parts(self._meters, spans, clock)

@@ -73,6 +73,11 @@ class EngineConfig(_Section):
     max_context_tokens: int | None = Field(default=None, ge=1, description="null: the model's own")
     max_waiting: int = Field(default=256, ge=1)
     overlap: bool = True
+    late_launch: bool = Field(
+        default=False,
+        description="behind a step of decodes the next is launched shortly before its end, not one step ahead: what "
+        "becomes runnable meanwhile joins it. For decode pools; of no effect with several pipeline stages",
+    )
     stall_seconds: float = Field(
         default=30.0, gt=0, le=3600, description="work without a finished step for so long makes a worker NOT_SERVING"
     )

@@ -27,6 +27,7 @@ class _Flight:
     missing: set[int]
     result: StepResult | None = None
     seconds: float = 0.0
+    ahead_seconds: float = float("inf")
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ class Answers:
                 return
             flight.missing.discard(rank)
             flight.seconds = max(flight.seconds, stepped.seconds)
+            flight.ahead_seconds = min(flight.ahead_seconds, stepped.ahead_seconds)
             flight.result = flight.result or stepped.result
             if flight.missing:
                 return
@@ -118,7 +120,7 @@ class Answers:
             error = InternalError(f"no rank had a result of plan {stepped.number}")
             flight.future.set_exception(worker_lost(error))
             raise error
-        flight.future.set_result(replace(flight.result, seconds=flight.seconds))
+        flight.future.set_result(replace(flight.result, seconds=flight.seconds, ahead_seconds=flight.ahead_seconds))
 
     def answered(self, rank: int, task: int, part: object) -> None:
         with self._lock:

@@ -92,9 +92,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
+    """Times as in StepResult, on this rank."""
+
     number: int
     result: StepResult | None
     seconds: float
+    ahead_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ class Rank:
         self._rank = rank
         self._host = host
         self._reply = reply
-        self._ordered: SimpleQueue[Step | Digest | Profile | EndProfile | End] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[int, float, UnderWay] | None] = SimpleQueue()
+        self._ordered: SimpleQueue[tuple[float, Step | Digest | Profile | EndProfile | End]] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[int, float, float, UnderWay] | None] = SimpleQueue()
         self._ended_at = 0.0
         self._open: tuple[KvServer, PeerLinks] | None = None
         self._runner: RankRunner | None = None
@@ -83,7 +83,7 @@ class Rank:
         """Returns at once; the answer comes through `reply`."""
         match command:
             case Step() | Digest() | Profile() | EndProfile() | End():
-                self._ordered.put(command)
+                self._ordered.put((time.perf_counter(), command))
             case Pull(task, peer, blocks, after_step):
                 ended = self._ranges.begin("pull")
 
@@ -165,14 +165,15 @@ class Rank:
     def _carry_out(self, runner: RankRunner, held: Shard) -> None:
         """What was ordered, until the end is."""
         while True:
-            match self._ordered.get():
+            told_at, command = self._ordered.get()
+            match command:
                 case Step(plan):
                     began = time.perf_counter()
                     match self._launch(runner, plan):
                         case UnderWay() as under_way:
-                            self._launched.put((plan.number, began, under_way))
+                            self._launched.put((plan.number, began, time.perf_counter(), under_way))
                         case result:
-                            self._stepped(plan.number, began, result)
+                            self._stepped(plan.number, began, told_at, result)
                 case Digest(task, blocks):
                     tp = self._spec.layout.tp
                     self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
@@ -225,17 +226,17 @@ class Rank:
 
     def _await(self) -> None:
         while (launched := self._launched.get()) is not None:
-            number, began, under_way = launched
+            number, began, launched_at, under_way = launched
             with self._ranges("await"):
                 result = under_way.wait()
-            self._stepped(number, began, result)
+            self._stepped(number, began, launched_at, result)
 
-    def _stepped(self, number: int, began: float, result: StepResult | None) -> None:
-        """A step that was launched behind another lasts from that one's end."""
-        now = time.perf_counter()
-        seconds = now - max(began, self._ended_at)
+    def _stepped(self, number: int, began: float, ready_at: float, result: StepResult | None) -> None:
+        """A step that was launched behind another lasts from that one's end. `ready_at`: when it could have begun, had
+        there been no other: launched on its device or, where that is this thread, known to it."""
+        now, before = time.perf_counter(), self._ended_at
         self._ended_at = now
-        self._reply(Stepped(number, result, seconds))
+        self._reply(Stepped(number, result, now - max(began, before), before - ready_at))
 
 
 def digests(

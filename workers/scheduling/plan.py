@@ -74,7 +74,8 @@ class StepResult:
 
     `logprobs` is empty when no row asked for any, else parallel to `token_ids` with None where not asked. `margins`:
     how far the best (for seeded rows: perturbed) logit was above the second, parallel to `token_ids`; empty unless the
-    executor records margins. `seconds`: the step's own duration on its slowest rank.
+    executor records margins. `seconds`: the step's own duration on its slowest rank. `ahead_seconds`: how long before the
+    end of the plan before it this one had been launched, on the rank that was last; negative: the device waited for it.
     """
 
     number: int
@@ -82,3 +83,4 @@ class StepResult:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     margins: tuple[float, ...] = ()
     seconds: float = 0.0
+    ahead_seconds: float = 0.0

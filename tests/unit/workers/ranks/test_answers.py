@@ -17,10 +17,11 @@ def two_ranks() -> Answers:
 def test_a_step_is_done_when_every_rank_has_done_it_and_took_as_long_as_the_slowest() -> None:
     answers = two_ranks()
     future = answers.begin_step(1, 0.0)
-    answers.stepped(0, Stepped(1, RESULT, 0.5), 1.0)
+    answers.stepped(0, Stepped(1, RESULT, 0.5, ahead_seconds=-0.1), 1.0)
     assert not future.done()
-    answers.stepped(1, Stepped(1, None, 2.0), 1.0)
+    answers.stepped(1, Stepped(1, None, 2.0, ahead_seconds=0.3), 1.0)
     assert future.result().seconds == 2.0
+    assert future.result().ahead_seconds == -0.1, "on the rank that launched it last"
 
 
 def test_a_step_that_nobody_has_a_result_of_is_an_error_for_the_worker_and_for_who_waits() -> None:
