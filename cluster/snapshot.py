@@ -1,8 +1,8 @@
 """What `headrace status` shows: the controller's `observed` beside what each worker says of itself, as one value."""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cluster.leased import Leased, leased_workers
 from cluster.reconcile import Phase
@@ -10,18 +10,22 @@ from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.errors import InternalError, WorkerLost
+from headrace.keys import Keys
 from headrace.store import Store, StoreUnavailable, connect
+from router.decisions.self_check import decode_result
 
 BUDGET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """`report` is None for a worker that does not answer, or is not ready; `record.reason` or `silence` says why."""
+    """`report` is None for a worker that does not answer, or is not ready; `record.reason` or `silence` says why.
+    `check`: how the last self-check of its generation ended, "" before one did."""
 
     record: WorkerRecord
     report: WorkerReport | None = None
     silence: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,30 @@ async def take(session: Session) -> Snapshot:
     """One look at the cluster. Redis or workers that do not answer are part of the picture, never an error."""
     store = connect(session.redis_url, BUDGET_SECONDS)
     observed, controller = ObservedState(""), ""
+    checks: Mapping[str, str] = {}
     try:
         observed, controller = await control_plane(store, session.cluster)
+        checks = await _self_checks(store, session.cluster, observed.workers)
     except StoreUnavailable as error:
         controller = error.message
     finally:
         await store.close()
-    workers = await asyncio.gather(*(_ask(record) for record in observed.workers))
+    asked = await asyncio.gather(*(_ask(record) for record in observed.workers))
+    workers = [replace(worker, check=checks.get(worker.record.worker_id, "")) for worker in asked]
     return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, failures_of(observed))
+
+
+async def _self_checks(store: Store, cluster: str, workers: Sequence[WorkerRecord]) -> dict[str, str]:
+    """What routers found of these, as they are now."""
+    if not workers:
+        return {}
+    names = [Keys(cluster).self_check(worker.worker_id) for worker in workers]
+    results = map(decode_result, await store.call(lambda redis: redis.mget(names)))
+    return {
+        worker.worker_id: str(result.verdict)
+        for worker, result in zip(workers, results, strict=True)
+        if result is not None and result.generation == worker.generation
+    }
 
 
 async def control_plane(store: Store, cluster: str) -> tuple[ObservedState, str]:

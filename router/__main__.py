@@ -92,6 +92,7 @@ async def serve(
                 refuse=lambda info: _refuse(models, info),
                 clock=clock,
                 note_decision=note_decision,
+                self_check=config.router.self_check,
                 record=recorder(spans, lambda: sampler.new_id(64), with_log=config.logs.requests),
             )
         )

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace.clock import Clock, SystemClock
-from headrace.config import ClusterConfig
+from headrace.config import ClusterConfig, SelfCheckConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
 from router.decision_log import Note
@@ -15,6 +15,7 @@ from router.decisions.admission import Admission, Rules
 from router.decisions.caches import Caches, Told
 from router.decisions.index import Index
 from router.decisions.quotas import QuotaRules, Quotas
+from router.decisions.self_check import Checks
 from router.decisions.tenants import Tenancy
 from router.flight import Flight, Job, TextStream
 from router.follow import Follow, Store
@@ -23,6 +24,7 @@ from router.placements import Placements
 from router.quota_leases import QuotaLeases, watch
 from router.reports import Reports
 from router.requests import Requests
+from router.self_check import SelfCheck
 from router.sessions import Sessions
 from router.shared_answers import SharedAnswers
 
@@ -52,10 +54,11 @@ async def running_core(
     randomness: random.Random | None = None,
     note_decision: Note = lambda key, decision: None,
     record: Callable[[Flight, float], None] = lambda flight, now: None,
+    self_check: SelfCheckConfig | None = None,
 ) -> AsyncIterator[Core]:
     """A running core; its tasks end with the block. `workers` are addresses that are sought beside those with a lease;
     without a store they are the only ones, and nothing is known of any cache. `http_address`: where others
-    reach the edge."""
+    reach the edge. `self_check` None: workers are not checked."""
     clock = clock or SystemClock()
     index = Index()
     sessions = Sessions(
@@ -77,14 +80,16 @@ async def running_core(
 
         others = Placements(store, Keys(config.name), router_id, hear)
     caches = Caches(index, others.tell) if others is not None else Caches(index)
+    pacer = Pacer(config.router.coalesce_seconds, asyncio.get_running_loop())
+    randomness = randomness or random.Random()
     requests = Requests(
         router_id=router_id,
         sessions=sessions,
         caches=caches,
         open_text=open_text,
-        pacer=Pacer(config.router.coalesce_seconds, asyncio.get_running_loop()),
+        pacer=pacer,
         clock=clock,
-        randomness=randomness or random.Random(),
+        randomness=randomness,
         admission=admission,
         request_seconds=config.limits.request_seconds,
         local_prefill_max_tokens=config.handoff.local_prefill_max_tokens,
@@ -96,7 +101,27 @@ async def running_core(
         if store is None or others is None:
             sessions.seek(workers)
         else:
-            follow = Follow(store, Keys(config.name), index, sessions, clock, fixed=workers, gone=requests.forget)
+            gone = [requests.forget]
+            follow = Follow(
+                store, Keys(config.name), index, sessions, clock, fixed=workers, gone=lambda w: [f(w) for f in gone]
+            )
+            if self_check is not None and self_check.enabled:
+                checks = SelfCheck(
+                    router_id=router_id,
+                    checks=Checks(self_check.retry_seconds, self_check.max_retry_seconds),
+                    sessions=sessions,
+                    index=index,
+                    caches=caches,
+                    followed=follow,
+                    view=requests.view,
+                    store=store,
+                    keys=Keys(config.name),
+                    pacer=pacer,
+                    clock=clock,
+                    randomness=random.Random(randomness.random()),
+                )
+                gone.append(checks.forget)
+                tasks.append(group.create_task(checks.run(), name="self-checks"))
             tasks.append(group.create_task(follow.run(), name="follow"))
             tasks.append(group.create_task(others.run(), name="placements"))
             reports = Reports(store, Keys(config.name), requests.report, http_address)

@@ -51,7 +51,7 @@ class Follow:
     """Owns the reading positions; alone feeds the index, and tells the sessions which addresses to seek.
 
     `fixed`: addresses of workers that are sought whether or not they hold a lease. `gone` hears of workers that have
-    neither lease nor session any more.
+    neither lease nor session any more. `num_scans` counts those that were done to their end.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Follow:
         clock: Clock,
         *,
         fixed: Iterable[str] = (),
-        gone: Callable[[str], None] = lambda worker_id: None,
+        gone: Callable[[str], object] = lambda worker_id: None,
         scan_seconds: float = SCAN_SECONDS,
     ) -> None:
         self._store = store
@@ -74,6 +74,8 @@ class Follow:
         self._fixed = frozenset(fixed)
         self._gone = gone
         self._scan_seconds = scan_seconds
+        self.num_scans = 0
+        self._listeners: list[Callable[[], None]] = []
         self._leased: dict[str, tuple[str, int]] = {}
         self._met: dict[str, int] = {}  # generations, as their sessions said
         self._positions: dict[str, bytes] = {}
@@ -83,6 +85,14 @@ class Follow:
         self._failing = False
         sessions.seek(self._fixed)
         sessions.listen(self._heard_of)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Called after each scan, and when events were followed."""
+        self._listeners.append(listener)
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     async def run(self) -> None:
         """Until cancelled. ConfigError when Redis is not what it must be, from the start; all else is waited out."""
@@ -129,6 +139,8 @@ class Follow:
         )
         for worker in self._index.workers:
             _BLOCKS.labels(worker).set(self._index.num_blocks(worker))
+        self.num_scans += 1
+        self._tell()
 
     async def read(self, seconds: float) -> None:
         """Waits up to `seconds` for events of any followed worker, and follows those that came."""
@@ -148,6 +160,7 @@ class Follow:
         workers = {self._keys.events(worker).encode(): worker for worker in self._positions}
         for stream, batches in entries or ():
             await self._follow(workers[stream], batches)
+            self._tell()
             await asyncio.sleep(0)
 
     async def _leave_foreign(self) -> bool:

@@ -105,7 +105,7 @@ def _render(snapshot: Snapshot) -> RenderableType:
 def _workers(snapshot: Snapshot) -> Table:
     """A line for each pool, and one for each of its workers. Blocks are counts; hand-offs those in and out."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("WORKER", "ROLE", "LAYOUT", "STATE"):
+    for column in ("WORKER", "ROLE", "LAYOUT", "STATE", "CHECK"):
         table.add_column(column, no_wrap=True)
     for column in ("RUN/WAIT", "USED", "CACHED", "PINNED", "BLOCKS", "IN/OUT"):
         table.add_column(column, no_wrap=True, justify="right")
@@ -123,7 +123,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
     record, report = worker.record, worker.report
     name = f"  {record.worker_id}.{record.generation}"
     state = f"[{COLORS.get(record.phase, 'white')}]{record.phase}[/]"
-    cells = [name, report.role if report else record.role, record.layout, state]
+    cells = [name, report.role if report else record.role, record.layout, state, worker.check.partition(":")[0]]
     if report is None:
         return cells
     load, blocks = report.load, report.blocks
@@ -140,6 +140,8 @@ def _notes(snapshot: Snapshot) -> list[str]:
         reason = worker.silence or worker.record.reason or (report.unhealthy_reason if report else "")
         if reason:
             notes.append(f"[yellow]{worker.record.worker_id}[/] {escape(reason)}")
+        if ":" in worker.check:
+            notes.append(f"[yellow]{worker.record.worker_id}[/] self-check {worker.check}")
         notes += [
             f"{worker.record.worker_id} ← {link.worker_id}  {link.kind}, {link.state}, "
             f"{link.num_bytes / 2**20:.1f} MiB moved: {escape(link.reason)}"

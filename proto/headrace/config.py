@@ -245,6 +245,15 @@ class TlsConfig(_Section):
     )
 
 
+class SelfCheckConfig(_Section):
+    """A new generation of a worker is asked the same few blocks twice, after all other work: that its cache is found as the
+    index says. Whoever fails is placed by load alone until a later check passes."""
+
+    enabled: bool = True
+    retry_seconds: float = Field(default=5.0, ge=0.1, le=3600, description="twice as long after each that fails")
+    max_retry_seconds: float = Field(default=600.0, ge=0.1, le=86400)
+
+
 class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
@@ -258,6 +267,7 @@ class RouterConfig(_Section):
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     silent_seconds: float = Field(default=5.0, gt=0, description="a worker whose session is silent so long is out")
     decision_log: DecisionLogConfig = DecisionLogConfig()
+    self_check: SelfCheckConfig = SelfCheckConfig()
     tls: TlsConfig | None = Field(default=None, description="null: plain HTTP and gRPC")
 
     def http_url(self, host: str | None = None) -> str:

@@ -47,6 +47,14 @@ class Keys:
     def worker_of_lease(self, key: str) -> str:
         return key.removeprefix(f"hr:{self.cluster}:{{").removesuffix("}:lease")
 
+    def self_check(self, worker: str) -> str:
+        """What came of the worker's last self-check (router.decisions.self_check)."""
+        return f"hr:{self.cluster}:{{{worker}}}:self-check"
+
+    def self_check_claim(self, worker: str) -> str:
+        """The router that checks it just now."""
+        return f"hr:{self.cluster}:{{{worker}}}:self-check-claim"
+
     def tenant(self, tenant: str) -> str:
         return f"hr:{self.cluster}:tenant:{tenant}"
 

@@ -47,6 +47,7 @@ class Caches:
         self._tell = tell
         self._truth = Truth()
         self._unproven: set[str] = set()
+        self._failed: set[str] = set()  # their self-check
 
     def predict(
         self,
@@ -84,6 +85,7 @@ class Caches:
         for reason, workers in (
             (Fallback.DISTRUSTED, self._truth.distrusted(now)),
             (Fallback.UNPROVEN, self._unproven),
+            (Fallback.SELF_CHECK, self._failed),
         ):
             for worker in workers:
                 if prediction.cached_tokens.pop(worker, None) is not None:
@@ -136,11 +138,17 @@ class Caches:
         """The worker is gone."""
         self._truth.forget(worker_id)
         self._unproven.discard(worker_id)
+        self._failed.discard(worker_id)
+
+    def checked(self, worker_id: str, *, passed: bool) -> None:
+        """A self-check of the worker ended: one that failed is placed by load alone until one passes."""
+        (self._failed.discard if passed else self._failed.add)(worker_id)
 
     def met(self, info: WorkerInfo) -> bool:
         """A new generation of the worker begins, without a record. Whether its ids are proven to be this router's: where
         they are not, its part of the index means nothing here, and it is placed by load alone."""
         self._truth.forget(info.worker_id)
+        self._failed.discard(info.worker_id)
         proven = info.probe == probe(class_of(info.compatibility).hasher())
         (self._unproven.discard if proven else self._unproven.add)(info.worker_id)
         return proven

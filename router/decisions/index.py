@@ -149,6 +149,10 @@ class Index:
                 extended[worker] = depth
         return extended
 
+    def holds(self, worker: str, keys: Sequence[int]) -> bool:
+        """Whether the mirror has all of these of the worker."""
+        return all(self._holds(worker, key) for key in keys)
+
     def _holds(self, worker: str, key: int) -> bool:
         mirror = self._mirrors.get(worker)
         return mirror is not None and self._holders.holds(mirror.part, key)

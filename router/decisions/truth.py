@@ -24,6 +24,7 @@ class Fallback(StrEnum):
     DISTRUSTED = "distrusted"
     UNPROVEN = "unproven"
     UNFOLLOWED = "unfollowed"
+    SELF_CHECK = "self-check"
 
 
 @dataclass(slots=True)

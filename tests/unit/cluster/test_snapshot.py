@@ -19,6 +19,7 @@ from headrace.errors import ConfigError
 from headrace.keys import Keys
 from headrace.leases import lease_fields
 from headrace.store import connect
+from router.decisions.self_check import Outcome, Reason, Result, Verdict, encode_result
 from tests.null_worker import worker_info
 
 SESSION = Session("c", 1, "", "tiny", "http://h", "h:1", "redis://127.0.0.1:1/0", ready=True)
@@ -59,6 +60,25 @@ async def test_case_65_a_worker_that_is_gone_is_missing_with_its_reason(session:
 
     await state.write_observed(replace(OBSERVED, workers=(replace(STARTING, phase="ready", reason=""),)))
     assert "process is gone" not in shown(await take(session))
+
+
+async def test_a_workers_self_check_is_shown_while_it_is_of_its_generation(
+    session: Session, state: ControlState
+) -> None:
+    await state.lead("token")
+    await state.write_observed(replace(OBSERVED, workers=(replace(STARTING, phase="ready", reason=""),)))
+    key, failed = Keys(session.cluster).self_check("decode-0"), Verdict(Outcome.FAILED, Reason.KEYS)
+    for generation, verdict, row, note in (
+        (2, Verdict(Outcome.PASSED), "passed", False),
+        (2, failed, "failed", True),
+        (1, failed, "", False),
+    ):
+        value = encode_result(Result(generation, 1, verdict, "r"))
+        await state.store.call(lambda redis, value=value: redis.set(key, value))  # type: ignore[misc]
+        seen = shown(await take(session))
+        (line,) = [line for line in seen.splitlines() if line.startswith("  decode-0.2")]
+        assert line.split() == ["decode-0.2", "decode", "tp1·pp1", "ready", *filter(None, [row])]
+        assert ("decode-0 self-check failed: keys" in seen) is note
 
 
 async def test_case_65_without_a_controller_what_is_shown_is_said_to_be_old(

@@ -41,6 +41,7 @@ class Watched(Index):
 @dataclass
 class Scene:
     redis: Redis
+    store: stores.Store
     follow: Follow
     index: Watched
     gone: list[str]
@@ -70,7 +71,7 @@ async def scene(url: str, sessions: Sessions | None = None, *, budget_seconds: f
     sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)
     try:
         follow = Follow(store, KEYS, index, sessions, clock, gone=gone.append, scan_seconds=0.05)
-        yield Scene(redis, follow, index, gone)
+        yield Scene(redis, store, follow, index, gone)
     finally:
         await store.close()
         await redis.aclose()
