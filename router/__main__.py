@@ -137,6 +137,7 @@ def make_edge(
         keyring=keyring,
         tenancy=core.tenancy,
         sampler=sampler,
+        splits=lambda: core.revisions.split.percent > 0,
     )
 
 
@@ -155,7 +156,9 @@ def unready(core: Core) -> str | None:
 
 def reach(core: Core) -> int | None:
     """The longest context of a worker that decodes; None when none is connected."""
-    return max((worker.max_context_tokens for worker in core.requests.view().workers if worker.decodes), default=None)
+    return max(
+        (worker.max_context_tokens for worker in core.requests.base_view().workers if worker.decodes), default=None
+    )
 
 
 async def _drained(

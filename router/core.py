@@ -10,11 +10,13 @@ from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig, SelfCheckConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
+from router import measures
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
 from router.decisions.caches import Caches, Told
 from router.decisions.index import Index
 from router.decisions.quotas import QuotaRules, Quotas
+from router.decisions.revisions import Revisions
 from router.decisions.self_check import Checks
 from router.decisions.tenants import Tenancy
 from router.flight import Flight, Job, TextStream
@@ -27,6 +29,7 @@ from router.requests import Requests
 from router.self_check import SelfCheck
 from router.sessions import Sessions
 from router.shared_answers import SharedAnswers
+from router.told_revisions import ToldRevisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Core:
     tenancy: Tenancy
     sessions: Sessions
     index: Index
+    revisions: Revisions
 
 
 @asynccontextmanager
@@ -79,6 +83,8 @@ async def running_core(
             caches.told(told, requests.view(), clock.now())
 
         others = Placements(store, Keys(config.name), router_id, hear)
+    revisions = Revisions()
+    measures.watch_canary(lambda: revisions.percent(clock.now()))
     caches = Caches(index, others.tell) if others is not None else Caches(index)
     pacer = Pacer(config.router.coalesce_seconds, asyncio.get_running_loop())
     randomness = randomness or random.Random()
@@ -95,6 +101,7 @@ async def running_core(
         local_prefill_max_tokens=config.handoff.local_prefill_max_tokens,
         note_decision=note_decision,
         record=record,
+        revisions=revisions,
     )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(sessions.run(), name="sessions")]
@@ -124,6 +131,9 @@ async def running_core(
                 tasks.append(group.create_task(checks.run(), name="self-checks"))
             tasks.append(group.create_task(follow.run(), name="follow"))
             tasks.append(group.create_task(others.run(), name="placements"))
+            told = ToldRevisions(store, Keys(config.name), revisions, clock)
+            await told.read()
+            tasks.append(group.create_task(told.run(), name="revisions"))
             reports = Reports(store, Keys(config.name), requests.report, http_address)
             tasks.append(group.create_task(reports.run(), name="reports"))
             if quotas.tenants:
@@ -147,7 +157,7 @@ async def running_core(
             cache_seconds=config.admission.result_cache_seconds,
         )
         try:
-            yield Core(requests, answers, tenancy, sessions, index)
+            yield Core(requests, answers, tenancy, sessions, index, revisions)
         finally:
             answers.close()
             for task in tasks:

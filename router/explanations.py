@@ -23,7 +23,7 @@ class Failure:
 class Explanation:
     """Why a request ran where it ran, an entry for each placement, and what became of it: how it ended, or its state while
     it runs. `seconds` from its arrival on; TTFT and TPOT None where they never were. `worker_name`: its id among workers,
-    as their logs and Control.Describe have it."""
+    as their logs and Control.Describe have it. `revision`: whose workers ran it, while there was a canary."""
 
     request_id: str
     whys: tuple[Why, ...]
@@ -37,6 +37,7 @@ class Explanation:
     tenant: str = DEFAULT_TENANT
     service_class: str = NO_CLASS
     worker_name: str = ""
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

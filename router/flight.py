@@ -20,7 +20,7 @@ from headrace.values import (
 )
 from router.decisions.admission import Entrant
 from router.decisions.caches import Prediction
-from router.decisions.placement import Decided, Placed
+from router.decisions.placement import Ask, Decided, Placed
 from router.decisions.retry import Progress
 from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS, NO_TARGETS, Targets
 from router.explanations import Explanation, Failure, Recent, explained, reasons_of
@@ -28,6 +28,14 @@ from router.stages import Marks, RequestTimeline, ttft_stages
 
 STATES = ("queued", "prefill", "decode")
 _REFUSALS = frozenset({"Overloaded", "Draining", "NoWorkers", "InvalidRequest", "ContextLengthExceeded"})
+
+
+@dataclass(slots=True)
+class Served:
+    """What an edge says beside an answer; written by the request's stream before its first piece. `revision` is "" while
+    there is no canary."""
+
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,8 @@ class Job:
     than `turn_seconds_left` is not entered, whatever the limit. `continues`: the answer goes on from the prompt's own text,
     so that its first space belongs to it. `cache_salt` holds the tenant's domain already. `repeatable`: asked again, it may
     be answered with the same tokens (greedy, or with the client's own seed). `arrived_at`: when its edge had the whole of
-    it, by the router's clock; None: as it is streamed. `trace`: its span.
+    it, by the router's clock; None: as it is streamed. `trace`: its span. `conversation`: requests of one go to one
+    revision; "": each goes by itself. `served` is filled in as it runs.
     """
 
     request_id: str
@@ -59,6 +68,8 @@ class Job:
     repeatable: bool = False
     arrived_at: float | None = None
     trace: TraceContext | None = None
+    conversation: str = ""
+    served: Served | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +122,8 @@ class _Sample:
 
 class Flight:
     """Mutable; owned by the `Requests.stream` that carries it. `stopped`: samples that ended by a stop string, while others
-    go on and the worker knows nothing of it yet."""
+    go on and the worker knows nothing of it yet. `revision` whose workers run it ("" while there is no canary), in the time
+    of canary number `canary`; `given_up_by` the one whose worker gave it up before."""
 
     def __init__(self, job: Job, key: RequestKey, open_text: Callable[[], TextStream], now: float) -> None:
         self.job = job
@@ -128,6 +140,9 @@ class Flight:
             job.targets,
         )
         self.queue_seconds = 0.0
+        self.revision = ""
+        self.canary = 0
+        self.given_up_by = ""
         self.placed: Placed | None = None
         self.prediction: Prediction | None = None
         self.excluded: frozenset[str] = frozenset()
@@ -201,6 +216,7 @@ class Flight:
             self.decode,
             self.key.attempt,
             {stage.value: seconds for stage, seconds in self.stages.items()},
+            self.revision,
         )
 
     def failed(self, worker_id: str, error: HeadraceError) -> None:
@@ -244,6 +260,7 @@ class Flight:
             self.job.tenant,
             self.job.service_class,
             self.key.request_id,
+            self.revision,
         )
 
     def relay(self, outputs: list[SequenceOutput]) -> list[Piece]:
@@ -309,6 +326,22 @@ class Flight:
         if not 0 <= index < len(self._samples):
             raise InternalError(f"the worker answered sample {index} of {len(self._samples)}", index=index)
         return self._samples[index]
+
+    def ask(self, cached: Mapping[str, int], local_max: int, tie: float, decode: str | None, now: float) -> Ask:
+        """What placement must know of it; `decode` as in Ask."""
+        job, ttft_seconds = self.job, self.job.targets.ttft_seconds
+        return Ask(
+            num_prompt_tokens=len(job.prompt_token_ids),
+            max_tokens=job.sampling.max_tokens,
+            n=job.n,
+            cached_tokens=cached,
+            local_prefill_max_tokens=local_max,
+            decode=decode,
+            excluded=self.excluded,
+            tie=tie,
+            ttft_seconds=ttft_seconds - (now - self.marks.arrived) if ttft_seconds is not None else None,
+            tpot_seconds=job.targets.tpot_seconds,
+        )
 
     def request(self, now: float, local_prefill_max_tokens: int) -> Request:
         """What is submitted for this attempt."""

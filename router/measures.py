@@ -1,12 +1,13 @@
 """What is measured of requests. Labels are bounded: tenants and classes are configured ones, the rest closed sets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from headrace import metrics
 from headrace.values import Role
+from router.decisions.view import View
 from router.flight import STATES, Flight
 from router.intervals import Intervals
 
@@ -14,6 +15,8 @@ SHED = Counter(metrics.SHED, "Requests refused before any work.", ["reason"])
 FALLBACKS = Counter(metrics.FALLBACKS, "Requests placed again after a failure.", ["reason"])
 PLACEMENTS = Counter(metrics.PLACEMENTS, "Placements by kind.", ["why"])
 INDEX_FALLBACKS = Counter(metrics.INDEX_FALLBACKS, "Placements that passed over the index for a worker.", ["reason"])
+
+DIVERTED = Counter(metrics.DIVERTED, "Requests that ran on another revision than their own.", ["reason"])
 
 _REQUESTS = Counter(metrics.REQUESTS, "Requests by how they ended.", ["model", "outcome"])
 _ADMISSIONS = Counter(metrics.ADMISSIONS, "New requests by what admission decided.", ["tenant", "outcome"])
@@ -36,6 +39,17 @@ _TPOT = Histogram(
 )
 _ITL = Intervals(metrics.ITL, "Seconds between two messages to a client.")
 _E2E = Histogram(metrics.E2E, "Seconds from a request's arrival to its last token.", ["model"])
+_REVISION_REQUESTS = Counter(
+    metrics.REVISION_REQUESTS, "Requests that were placed while there was a canary.", ["revision", "outcome"]
+)
+_REVISION_TTFT = Histogram(metrics.REVISION_TTFT, "Seconds to a first token, by revision.", ["revision"])
+_REVISION_TPOT = Histogram(
+    metrics.REVISION_TPOT,
+    "Mean seconds per token after the first, by revision.",
+    ["revision"],
+    buckets=[0.001 * 2**i for i in range(14)],
+)
+_CANARY_PERCENT = Gauge(metrics.CANARY_PERCENT, "The canary's share of conversations, as this router acts on it.")
 _PREDICTED = Counter(metrics.PREDICTED_CACHED_TOKENS, "Cached prompt tokens that placement counted on.", ["worker"])
 _ACTUAL = Counter(metrics.ACTUAL_CACHED_TOKENS, "Cached prompt tokens that the worker found.", ["worker"])
 _ERROR = Gauge(
@@ -43,13 +57,24 @@ _ERROR = Gauge(
 )
 
 
-def watch(num_ready: Callable[[Role], int], num_in: Callable[[str], int], num_passed_over: Callable[[], int]) -> None:
-    """What is read whenever somebody asks for it."""
+def watch(flights: Collection[Flight], view: Callable[[], View], num_passed_over: Callable[[], int]) -> None:
+    """What is read whenever somebody asks for it; `flights` are those in the router, always."""
+
+    def num_ready(role: Role) -> int:
+        return sum(worker.role is role and not worker.draining for worker in view().workers)
+
+    def num_in(state: str) -> int:
+        return sum(flight.state == state for flight in flights)
+
     for role in Role:
         _READY.labels(role.value).set_function(partial(num_ready, role))
     for state in STATES:
         _IN_FLIGHT.labels(state).set_function(partial(num_in, state))
     _PASSED_OVER.set_function(num_passed_over)
+
+
+def watch_canary(percent: Callable[[], float]) -> None:
+    _CANARY_PERCENT.set_function(percent)
 
 
 def admission(tenant: str, outcome: str) -> None:
@@ -108,9 +133,22 @@ def ended(flight: Flight, now: float) -> None:
             ("generated", flight.num_generated),
         ):
             _TENANT_TOKENS.labels(job.tenant, kind).inc(number)
+    if flight.revision and flight.placed is not None:
+        _of_revision(flight, now)
     verdict = flight.verdict(now)
     if job.targets and verdict is not None:
         _SLO.labels(job.service_class, verdict).inc()
+
+
+def _of_revision(flight: Flight, now: float) -> None:
+    if flight.given_up_by:  # its time is neither's
+        _REVISION_REQUESTS.labels(flight.given_up_by, "given_up").inc()
+        return
+    _REVISION_REQUESTS.labels(flight.revision, flight.outcome).inc()
+    if flight.outcome == "finished" and flight.ttft_seconds is not None:
+        _REVISION_TTFT.labels(flight.revision).observe(flight.ttft_seconds)
+        if (tpot_seconds := flight.tpot_seconds(now)) is not None:
+            _REVISION_TPOT.labels(flight.revision).observe(tpot_seconds)
 
 
 def _exemplar(flight: Flight) -> dict[str, str] | None:

@@ -10,21 +10,31 @@ from functools import partial
 from heapq import nsmallest
 
 from headrace.clock import Clock
-from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, InternalError, NoWorkers
+from headrace.errors import DeadlineExceeded, HeadraceError, InternalError
 from headrace.reports import RouterReport
-from headrace.values import PrefillTarget, RequestKey, Role, SequenceOutput
+from headrace.values import PrefillTarget, RequestKey, SequenceOutput
 from router import measures
 from router.decision_log import Note
 from router.decisions.admission import Admission, Entrant
 from router.decisions.caches import Caches, Prediction
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
-from router.decisions.placement import Ask, NoCapacity, Placed, Placement, place
+from router.decisions.placement import NoCapacity, Placed, Placement, place
 from router.decisions.record import Decision
-from router.decisions.retry import End, PlaceAgain, PrefillAgain, after_peer_lost, after_rejection, with_last_resort
+from router.decisions.retry import (
+    End,
+    PlaceAgain,
+    PrefillAgain,
+    after_peer_lost,
+    after_rejection,
+    nobody,
+    with_last_resort,
+)
+from router.decisions.revisions import Revisions
 from router.decisions.view import View, Views
 from router.explanations import Explanation, Explanations, Recent
 from router.flight import Flight, Job, Piece, TextStream
+from router.lanes import Lanes
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.sessions import Sessions
 from router.stages import RequestTimeline
@@ -61,6 +71,7 @@ class Requests:
         local_prefill_max_tokens: int,
         note_decision: Note = lambda key, decision: None,
         record: Callable[[Flight, float], None] = lambda flight, now: None,
+        revisions: Revisions | None = None,
     ) -> None:
         self._router_id = router_id
         self._sessions = sessions
@@ -76,14 +87,15 @@ class Requests:
         self._ledger = Ledger()
         self._health = Health()
         self._views = Views(self._ledger, self._health)
-        self._turns = Turns(admission, self._views.view, clock)
+        self._lanes = Lanes(revisions or Revisions(), self._views)
+        self._turns = Turns(admission, self._lanes.waited_for, clock)
         self._flights: set[Flight] = set()
         self._tally = Tally()
         self._explanations = Explanations(NUM_EXPLANATIONS)
         self._generations: dict[str, int] = {}
         self._next_number = 0
         sessions.listen(self._heard_of)
-        measures.watch(self._num_ready, self._num_in, lambda: self._health.num_ejected(clock.now()))
+        measures.watch(self._flights, self.view, lambda: self._health.num_ejected(clock.now()))
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         """The pieces of all samples, interleaved as they come. Raises a HeadraceError (before the first piece when it
@@ -142,6 +154,10 @@ class Requests:
         """The workers as they are believed to be now."""
         return self._views.view()
 
+    def base_view(self) -> View:
+        """Of these the ones that serve whoever is not a canary's."""
+        return self._lanes.waited_for()
+
     @contextmanager
     def sharing(self, job: Job) -> Iterator[None]:
         """For a job that is answered from another one's tokens: its tenant's quotas count the request alone. Raises the
@@ -157,12 +173,6 @@ class Requests:
     @property
     def num_queued(self) -> int:
         return len(self._turns)
-
-    def _num_in(self, state: str) -> int:
-        return sum(flight.state == state for flight in self._flights)
-
-    def _num_ready(self, role: Role) -> int:
-        return sum(worker.role is role and not worker.draining for worker in self.view().workers)
 
     def _open(self, job: Job) -> tuple[Flight, Mailbox[list[Piece]]]:
         """Between processes a request has a name of this router's own: a client's id may come twice."""
@@ -189,14 +199,18 @@ class Requests:
         self._let_go(flight, flight.ended_by_worker)
 
     async def _admit(self, flight: Flight) -> None:
-        """Returns when it is the request's turn."""
-        await self._turns.enter(flight.entrant, partial(self._uncached_tokens, flight))
+        """Returns when it is the request's turn. A canary's requests stand in no line: there is room for them now, or they
+        are not its own."""
+        beside = self._lanes.enter(flight, self._clock.now())
+        if not beside or not self._turns.enter_beside(flight.entrant, self._lanes.view(flight)):
+            self._lanes.stand_in_line(flight)
+            await self._turns.enter(flight.entrant, partial(self._uncached_tokens, flight))
         flight.queue_seconds = self._clock.now() - flight.marks.began
         measures.waited(flight)
 
     def _uncached_tokens(self, flight: Flight) -> int:
         """What of the prompt somebody must compute, where most of it is cached."""
-        cached = self._predict(flight, self.view(), self._clock.now()).cached_tokens
+        cached = self._predict(flight, self._lanes.view(flight), self._clock.now()).cached_tokens
         return max(len(flight.job.prompt_token_ids) - max(cached.values(), default=0), 1)
 
     def _dispatch(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
@@ -207,9 +221,12 @@ class Requests:
             self._turns.begun(flight.entrant)
 
     def _submit(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
-        match self._place(flight):
+        placement = self._place(flight)
+        if isinstance(placement, NoCapacity) and self._lanes.nobody(flight):
+            placement = self._place(flight)
+        match placement:
             case NoCapacity(reason=reason):
-                raise flight.first_error or self._nobody(flight.job, reason)
+                raise flight.first_error or nobody(reason, placement.decided)
             case Placed() as placed:
                 session = self._sessions.find(placed.decode.worker_id)
                 assert session is not None, "the view holds live workers only"
@@ -218,34 +235,12 @@ class Requests:
                 session.submit(request, mailbox)
                 flight.marks.submit(self._clock.now())
 
-    def _nobody(self, job: Job, reason: str) -> HeadraceError:
-        if reason != "context":
-            return NoWorkers(f"nobody can serve the request: {reason}", reason=reason)
-        limit = max(w.info.capacity.max_context_tokens for w in self.view().workers if w.role.decodes)
-        actual = len(job.prompt_token_ids) + job.sampling.max_tokens
-        message = f"prompt and max_tokens must be at most {limit} tokens together, got {actual}"
-        return ContextLengthExceeded(message, field="max_tokens", limit=limit, actual=actual)
-
     def _place(self, flight: Flight, decode: str | None = None) -> Placement:
-        view, now = self.view(), self._clock.now()
+        view, now = self._lanes.view(flight), self._clock.now()
         prediction = self._predict(flight, view, now)
         for fallback in prediction.fallbacks:
             measures.INDEX_FALLBACKS.labels(fallback.value).inc()
-        targets = flight.job.targets
-        ask = Ask(
-            num_prompt_tokens=len(flight.job.prompt_token_ids),
-            max_tokens=flight.job.sampling.max_tokens,
-            n=flight.job.n,
-            cached_tokens=prediction.cached_tokens,
-            local_prefill_max_tokens=self._local_prefill_max_tokens,
-            decode=decode,
-            excluded=flight.excluded,
-            tie=self._random.random(),
-            ttft_seconds=targets.ttft_seconds - (now - flight.marks.arrived)
-            if targets.ttft_seconds is not None
-            else None,
-            tpot_seconds=targets.tpot_seconds,
-        )
+        ask = flight.ask(prediction.cached_tokens, self._local_prefill_max_tokens, self._random.random(), decode, now)
         placement = place(ask, view, now)
         flight.decided.append(placement.decided)
         self._note_decision(flight.key, partial(Decision.of, flight.job.request_id, flight.key, view, now, placement))
@@ -255,6 +250,7 @@ class Requests:
         """What workers hold of the prompt; it is hashed once, however often that is asked."""
         chains = flight.prediction.chains if flight.prediction is not None else None
         flight.prediction = self._caches.predict(flight.job.prompt_token_ids, flight.job.cache_salt, view, now, chains)
+        self._lanes.count_own(flight, view)
         return flight.prediction
 
     def _note_placed(self, flight: Flight, placed: Placed) -> None:
@@ -304,6 +300,8 @@ class Requests:
             self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, now)
         if flight.marks.first_token is None:
             flight.marks.first_token = now
+        if flight.job.served is not None:
+            flight.job.served.revision = flight.revision
 
     def _place_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], error: HeadraceError) -> None:
         """The decode worker gave the request up: it goes elsewhere, or ends with the error."""
@@ -316,6 +314,7 @@ class Requests:
                 measures.FALLBACKS.labels(error.type).inc()
                 flight.key = mailbox.key = key
                 flight.excluded = excluded
+                self._lanes.given_up(flight)
                 self._submit(flight, mailbox)
 
     def _prefill_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], prefill: str, error: HeadraceError) -> None:
@@ -351,14 +350,12 @@ class Requests:
 
     def _note_truth(self, flight: Flight, now: float) -> None:
         """What the index said of the worker that prefilled, against what that worker found."""
-        placed, prediction = flight.placed, flight.prediction
-        if placed is None or prediction is None or placed.pulls:
-            return  # what is pulled from another cache says nothing of this one's entries
-        # A decode worker with little left to compute does it itself, whatever the placement.
-        source = placed.prefill if placed.prefill is not None and flight.handed_over_by else placed.decode
-        error = self._caches.found(source, prediction, flight.cached_tokens, now)
-        predicted = prediction.cached_tokens.get(source.worker_id, 0)
-        measures.truth(source.worker_id, predicted, flight.cached_tokens, error)
+        placed, prediction, found = flight.placed, flight.prediction, flight.cached_tokens
+        if placed is not None and prediction is not None and not placed.pulls:
+            # A decode worker with little left to compute does it itself, whatever the placement.
+            source = placed.prefill if placed.prefill is not None and flight.handed_over_by else placed.decode
+            error = self._caches.found(source, prediction, found, now)
+            measures.truth(source.worker_id, prediction.cached_tokens.get(source.worker_id, 0), found, error)
 
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""

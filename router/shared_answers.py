@@ -152,7 +152,7 @@ class SharedAnswers:
                 async for piece in pieces:
                     run.pieces.append(piece)
                     run.tell()
-            if tenant.cache_results:
+            if tenant.cache_results and not _of_a_revision(run.pieces):
                 self._keep(line[0], run)
         except asyncio.CancelledError:
             run.error = Draining("this router ends what it computes")  # what came of it is no whole answer
@@ -264,6 +264,11 @@ def _whole(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
             )
         )
     return tuple(sorted(whole, key=lambda piece: piece.usage is not None))
+
+
+def _of_a_revision(pieces: Sequence[Piece]) -> bool:
+    """While there is a canary no answer is kept: it would outlive the roll back."""
+    return any(piece.timeline is not None and piece.timeline.revision for piece in pieces[-1:])
 
 
 def _num_bytes(piece: Piece) -> int:

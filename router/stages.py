@@ -26,13 +26,15 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
-    """The worker's timeline and the router's own part. `ttft_stages` sum to the TTFT; empty before a first token."""
+    """The worker's timeline and the router's own part. `ttft_stages` sum to the TTFT; empty before a first token.
+    `revision`: whose workers these were, while there is a canary."""
 
     worker: Timeline
     router_queue_seconds: float
     decode_worker: str
     attempts: int
     ttft_stages: Mapping[str, float] = field(default_factory=dict)
+    revision: str = ""
 
 
 def ttft_stages(marks: Marks, queue_seconds: float, worker: Timeline) -> Mapping[Stage, float]:

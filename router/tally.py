@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
-from headrace.reports import ClassCounts, RouterReport
+from headrace.reports import ClassCounts, RevisionCounts, RouterReport, bucket_of
 from router.decisions.tenants import NO_CLASS
 from router.flight import Flight, Job
 
@@ -31,6 +31,8 @@ class Tally:
     ttft_seconds: float = 0.0
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    canary: int = 0
+    revisions: dict[str, RevisionCounts] = field(default_factory=dict)
 
     def arrived(self, job: Job) -> None:
         self.arrivals += 1
@@ -46,6 +48,8 @@ class Tally:
             self.cached_tokens += cached
             self.computed_tokens += len(flight.job.prompt_token_ids) - cached
             self.ttft_seconds += flight.ttft_seconds
+        if flight.revision and flight.placed is not None and flight.outcome not in (*_DENIED, "cancelled"):
+            self._of_revision(flight, now)
         if flight.outcome == "finished":
             self.pairs[flight.handed_over_by, flight.decode] += 1
         if flight.outcome in _DENIED:
@@ -54,6 +58,29 @@ class Tally:
         elif (verdict := flight.verdict(now)) is not None:
             name = flight.job.service_class
             self.verdicts["" if name == NO_CLASS else name, _VERDICTS[verdict]] += 1
+
+    def _of_revision(self, flight: Flight, now: float) -> None:
+        """Once a request, while there is a canary. What one revision gave up and another answered is the former's failure,
+        and its time is neither's."""
+        if flight.canary != self.canary:
+            if flight.canary < self.canary:
+                return
+            self.canary, self.revisions = flight.canary, {}
+        name = flight.given_up_by or flight.revision
+        verdict = flight.verdict(now)
+        counts = RevisionCounts(ended=1, failed=int(bool(flight.given_up_by) or verdict == "failed"))
+        if not counts.failed:
+            usage, tpot = flight.usage(), flight.tpot_seconds(now)
+            counts = RevisionCounts(
+                1,
+                met=int(verdict == "met"),
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=flight.num_generated,
+                ttft={bucket_of(flight.ttft_seconds): 1} if flight.ttft_seconds is not None else {},
+                tpot={bucket_of(tpot): 1} if tpot is not None else {},
+            )
+        self.revisions[name] = self.revisions.get(name, RevisionCounts()).plus(counts)
 
     def forget(self, worker_id: str) -> None:
         for pair in [pair for pair in self.pairs if worker_id in pair]:
@@ -85,4 +112,6 @@ class Tally:
             denied_tokens=self.denied_tokens,
             classes=classes,
             pairs=dict(nlargest(MAX_PAIRS, self.pairs.items(), key=lambda item: item[1])),
+            canary=self.canary,
+            revisions=dict(self.revisions),
         )

@@ -41,6 +41,18 @@ class Turns:
             case _:
                 assert_never(decision)
 
+    def enter_beside(self, entrant: Entrant, view: View) -> bool:
+        """Whether there is room among these workers, which others do not wait for; then it is the request's turn. Raises
+        the error of a refusal."""
+        match self._admission.beside(entrant, view, self._clock.now()):
+            case None:
+                return False
+            case Shed() as shed:
+                self._refuse(entrant.tenant, shed)
+            case _:
+                measures.admission(entrant.tenant, "admitted")
+        return True
+
     @contextmanager
     def shared(self, entrant: Entrant) -> Iterator[None]:
         """For a request that is answered from another one's tokens. Raises the error of a refusal."""

@@ -26,7 +26,7 @@ from headrace.config import EngineConfig, HandoffConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.logs import configure
 from headrace.otlp import check_endpoint
-from headrace.values import ParallelLayout, Role, WorkerInfo
+from headrace.values import STABLE, ParallelLayout, Role, WorkerInfo
 from workers.identity import Identity
 from workers.ranks.build import build_executor
 from workers.serve import serve
@@ -72,6 +72,9 @@ def _click_type(annotation: Any) -> Any:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any free one.")
 @click.option("--node", default="", help="The host's name, for links within a node.")
 @click.option("--cluster", default="headrace", show_default=True)
+@click.option(
+    "--revision", default=STABLE, show_default=True, help="Of these settings: what a canary is told apart by."
+)
 @click.option("--redis-url", default=None, help="Default: nothing is published.")
 @click.option("--redis-budget-seconds", type=float, default=0.25, show_default=True)
 @click.option("--lease-seconds", type=float, default=5.0, show_default=True)
@@ -107,7 +110,7 @@ def spec_of(options: dict[str, Any]) -> WorkerSpec:
     check_endpoint(options["otlp_endpoint"])
     generation = options["generation"]
     direct = ("worker_id", "model_path", "cluster", "redis_url", "redis_budget_seconds", "lease_seconds")
-    place = ("host", "port", "node", "fault_hooks", "gpu_hour_price", "otlp_endpoint", "log_format")
+    place = ("host", "port", "node", "fault_hooks", "gpu_hour_price", "otlp_endpoint", "log_format", "revision")
     return WorkerSpec(
         generation=int(time.time() * 1000) if generation is None else generation,
         role=Role(options["role"]),

@@ -59,4 +59,5 @@ class Identity:
             ),
             model_path=spec.model_path,
             node=spec.node,
+            revision=spec.revision,
         )

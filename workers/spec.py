@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from headrace.config import EngineConfig, HandoffConfig
-from headrace.values import ParallelLayout, Role
+from headrace.values import STABLE, ParallelLayout, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +11,8 @@ class WorkerSpec:
     """`generation` grows with every start of the same worker id. `redis_url` None: the worker publishes nothing.
 
     `host` is where the service binds and how peers reach it; port 0 takes any free one. `rendezvous_token` is the shared
-    secret by which the other ranks join rank 0. `gpu_hour_price`: of one GPU, as whoever pays counts it.
+    secret by which the other ranks join rank 0. `gpu_hour_price`: of one GPU, as whoever pays counts it. `revision`: the
+    name of these settings among others that serve the same model.
     """
 
     worker_id: str
@@ -33,3 +34,4 @@ class WorkerSpec:
     otlp_endpoint: str | None = None
     log_format: str = "text"
     rendezvous_token: str = ""
+    revision: str = STABLE

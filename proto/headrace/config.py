@@ -223,6 +223,39 @@ class AutoscalingConfig(_Section):
         return self.mode == "controller"
 
 
+class CanaryConfig(_Section):
+    """A second revision of the served model: other weights, precision or engine, on pools of its own, with a part of the
+    requests. It goes back to nothing where it is worse than what serves, by these thresholds and beyond chance
+    (docs/canary.md); sizes are fixed, and its GPUs are of `autoscaling.budget_gpus`."""
+
+    revision: Name = Field(description="its name: clients, metrics and the console tell it apart by that")
+    model: str | None = Field(default=None, min_length=1, description="null: `model`; same tokenizer and chat template")
+    engine: EngineConfig = Field(default=EngineConfig(), description="of which what is absent is as in `engine`")
+    pools: dict[Name, PoolConfig] = Field(min_length=1, description="of names of their own; at least one decodes")
+    percent: float = Field(default=5.0, gt=0, le=100, description="of the conversations, once its workers are ready")
+    min_requests: int = Field(default=100, ge=50, le=10**7, description="of each revision before anything is judged")
+    confidence: float = Field(
+        default=0.95, ge=0.8, lt=1, description="that one that is no worse is never rolled back for its figures"
+    )
+    max_error_increase: float = Field(default=0.01, ge=0, le=1, description="of the part of requests that fail")
+    max_attainment_drop: float = Field(default=0.02, ge=0, le=1, description="of the part that keeps its targets")
+    max_ttft_ratio: float = Field(default=1.25, ge=1, le=100, description="to what serves, at the median and at 90 %")
+    max_tpot_ratio: float = Field(default=1.25, ge=1, le=100, description="the same")
+    window_seconds: float = Field(
+        default=1800.0, ge=10, le=86400, description="that are compared: a longer past hides what began lately"
+    )
+    good_after_seconds: float = Field(
+        default=3600.0, ge=1, le=10**6, description="with a share and no worse before it counts as good"
+    )
+    max_failures: int = Field(default=3, ge=1, le=100, description="of its workers, starts among them: then it is over")
+    start_seconds: float = Field(default=900.0, ge=1, le=86400, description="until its workers must be ready")
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks, on CPUs."""
+        return sum(pool.replicas * pool.layout.world_size for pool in self.pools.values())
+
+
 class TlsConfig(_Section):
     """TLS of both edges, by files in PEM, which are read again when they change. Relative: from where the file is."""
 
@@ -348,6 +381,7 @@ class ClusterConfig(_Section):
     tenants: dict[Name, TenantConfig] = {}
     admission: AdmissionConfig = AdmissionConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    canary: CanaryConfig | None = Field(default=None, description="null: none")
     console: ConsoleConfig = ConsoleConfig()
     tracing: TracingConfig = TracingConfig()
     logs: LogsConfig = LogsConfig()

@@ -9,8 +9,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import ClusterConfig
+from headrace.config import CanaryConfig, ClusterConfig
 from headrace.errors import ConfigError
+from headrace.values import STABLE
 
 
 def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
@@ -22,7 +23,7 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping of keys, got {type(data).__name__}")
     try:
-        config = ClusterConfig.model_validate(data)
+        config = ClusterConfig.model_validate(_with_whole_engine(data))
     except ValidationError as error:
         raise _first_fault(source, error) from error
     roles = {pool.role for pool in config.pools.values()}
@@ -33,7 +34,43 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
     _check_classes(config, source)
     if config.autoscaling.mode != "fixed":
         _check_scaling(config, source)
+    if config.canary is not None:
+        check_canary(config, config.canary, source)
     return config
+
+
+def _with_whole_engine(data: dict[str, Any]) -> dict[str, Any]:
+    """What a canary's engine does not say is as everybody's."""
+    canary, engine = data.get("canary"), data.get("engine")
+    if not isinstance(canary, dict) or not isinstance(engine, dict):
+        return data
+    own = canary.get("engine", {})
+    return {**data, "canary": {**canary, "engine": {**engine, **own}}} if isinstance(own, dict) else data
+
+
+def check_canary(config: ClusterConfig, canary: CanaryConfig, source: str) -> None:
+    """What a canary and the rest of the file must agree on; ConfigError names field, value and range."""
+    key = f"{source}: canary"
+    if canary.revision == STABLE:
+        raise ConfigError.out_of_range(f"{key}.revision", STABLE, "another name: that is what serves already")
+    for name, pool in canary.pools.items():
+        where = f"{key}.pools.{name}"
+        if name in config.pools:
+            allowed = f"other names than those of pools: {', '.join(config.pools)}"
+            raise ConfigError.out_of_range(where, name, allowed)
+        if pool.min_replicas is not None or pool.max_replicas is not None:
+            bounds = f"{pool.min_replicas} to {pool.max_replicas}"
+            raise ConfigError.out_of_range(where, bounds, "no min_replicas or max_replicas: its size is fixed")
+        if pool.replicas < 1:
+            raise ConfigError.out_of_range(f"{where}.replicas", pool.replicas, "at least 1")
+    roles = {pool.role for pool in canary.pools.values()}
+    if roles == {"prefill"}:
+        raise ConfigError.out_of_range(f"{key}.pools", sorted(roles), "at least one that decodes (decode or unified)")
+    budget = config.autoscaling.budget_gpus
+    least = sum(pool.bounds[0] * pool.layout.world_size for pool in config.pools.values())
+    if budget is not None and least + canary.num_gpus > budget:
+        allowed = f"at most {max(budget - least, 0)} GPUs: autoscaling.budget_gpus is {budget}, and pools take {least}"
+        raise ConfigError.out_of_range(f"{key}.pools", f"{canary.num_gpus} GPUs", allowed)
 
 
 def _check_scaling(config: ClusterConfig, source: str) -> None:

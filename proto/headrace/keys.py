@@ -88,6 +88,24 @@ class Keys:
         return f"hr:{self.cluster}:observed"
 
     @property
+    def revisions(self) -> str:
+        """What routers are told of revisions (headrace.revisions)."""
+        return f"hr:{self.cluster}:revisions"
+
+    @property
+    def canary(self) -> str:
+        """These three are the canary's (cluster.canary)."""
+        return f"hr:{self.cluster}:canary"
+
+    @property
+    def canary_evidence(self) -> str:
+        return f"hr:{self.cluster}:canary:evidence"
+
+    @property
+    def canary_events(self) -> str:
+        return f"hr:{self.cluster}:canary:events"
+
+    @property
     def scaling_now(self) -> str:
         """These three are the autoscaler's (cluster.scaling_state)."""
         return f"hr:{self.cluster}:scaling:now"

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace.costmodel import CostModel
-from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
+from headrace.values import STABLE, Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
 
 
 def lease_fields(info: WorkerInfo, *, draining: bool = False) -> dict[str, str]:
@@ -26,6 +26,7 @@ def lease_fields(info: WorkerInfo, *, draining: bool = False) -> dict[str, str]:
         "capacity": json.dumps(asdict(info.capacity)),
         "cost": json.dumps(asdict(info.cost)),
         "probe": info.probe.hex(),
+        "revision": info.revision,
         "draining": "1" if draining else "0",
     }
 
@@ -51,6 +52,7 @@ def parse_lease(fields: Mapping[bytes, bytes]) -> WorkerInfo | None:
             node=text["node"],
             cost=CostModel(**_object(text["cost"])),
             probe=bytes.fromhex(text["probe"]),
+            revision=text.get("revision", STABLE),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a lease of this version: {error}") from error

@@ -7,7 +7,7 @@ nothing when a report is lost; a new id starts at 0. Nobody on the path of a req
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -23,6 +23,53 @@ class ClassCounts:
     failed: int = 0
 
 
+BUCKETS_PER_OCTAVE = 16
+LEAST_SECONDS = 1e-4
+MOST_BUCKET = 24 * BUCKETS_PER_OCTAVE
+
+
+def bucket_of(seconds: float) -> int:
+    """Of latencies, which are counted by their logarithm: a bucket's ends are 4.4 % apart."""
+    if seconds <= LEAST_SECONDS:
+        return 0
+    return min(int(BUCKETS_PER_OCTAVE * math.log2(seconds / LEAST_SECONDS)), MOST_BUCKET)
+
+
+def seconds_of(bucket: int) -> float:
+    """Where it begins; it ends where the next one does."""
+    return LEAST_SECONDS * math.exp2(bucket / BUCKETS_PER_OCTAVE)
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionCounts:
+    """Requests that were placed on workers of one revision and are over, but for those whose clients gave up. `failed` of
+    them ended in an error, or were given up by their worker and answered by another revision's; `met` kept both targets.
+    Latencies of those that were answered, by bucket_of."""
+
+    ended: int = 0
+    failed: int = 0
+    met: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft: Mapping[int, int] = field(default_factory=dict)
+    tpot: Mapping[int, int] = field(default_factory=dict)
+
+    def plus(self, other: "RevisionCounts", sign: int = 1) -> "RevisionCounts":
+        """Sums; with sign −1 what was counted since `other`, nothing of it below 0."""
+        numbers = {name: max(getattr(self, name) + sign * getattr(other, name), 0) for name in _NUMBERS}
+        ttft, tpot = _sum(self.ttft, other.ttft, sign), _sum(self.tpot, other.tpot, sign)
+        return replace(self, ttft=ttft, tpot=tpot, **numbers)
+
+
+def _sum(own: Mapping[int, int], other: Mapping[int, int], sign: int) -> dict[int, int]:
+    sums = {bucket: own.get(bucket, 0) + sign * other.get(bucket, 0) for bucket in {**own, **other}}
+    return {bucket: number for bucket, number in sums.items() if number > 0}
+
+
+_NUMBERS = ("ended", "failed", "met", "prompt_tokens", "cached_tokens", "generated_tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class RouterReport:
     """`seconds` is the router's own clock: only differences mean anything. `arrivals` counts requests that passed
@@ -30,7 +77,8 @@ class RouterReport:
     generate at most. `denied` of them, with `denied_tokens` of prompts, are nothing that more workers would have served:
     beyond their tenant's quota, or longer than any worker takes. `cached_tokens` were found by workers, of
     `computed_tokens` + themselves. The queue is as it stands. `pairs` counts finished hand-offs by (prefill, decode)
-    worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is none."""
+    worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is none. `revisions`:
+    by name, of the time of canary number `canary`; empty where there was none."""
 
     router_id: str
     http_address: str
@@ -51,14 +99,33 @@ class RouterReport:
     denied_tokens: int = 0
     classes: Mapping[str, ClassCounts] = field(default_factory=dict)
     pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    canary: int = 0
+    revisions: Mapping[str, RevisionCounts] = field(default_factory=dict)
 
 
 def encode_report(report: RouterReport) -> str:
     pairs = [[prefill, decode, number] for (prefill, decode), number in report.pairs.items()]
     classes = {name: asdict(counts) for name, counts in report.classes.items()}
-    return json.dumps(
-        {**{name: getattr(report, name) for name in _PLAIN}, "classes": classes, "pairs": pairs}, separators=(",", ":")
-    )
+    whole = {**{name: getattr(report, name) for name in _PLAIN}, "classes": classes, "pairs": pairs}
+    if report.revisions:
+        revisions = {name: encode_counts(counts) for name, counts in report.revisions.items()}
+        whole |= {"canary": report.canary, "revisions": revisions}
+    return json.dumps(whole, separators=(",", ":"))
+
+
+def encode_counts(counts: RevisionCounts) -> list[Any]:
+    latencies = [[list(pair) for pair in sorted(its.items())] for its in (counts.ttft, counts.tpot)]
+    return [*(getattr(counts, name) for name in _NUMBERS), *latencies]
+
+
+def decode_counts(data: Any) -> RevisionCounts:
+    """ValueError or TypeError when it is not what encode_counts of this version makes."""
+    *numbers, ttft, tpot = data
+    latencies = [dict(its) for its in (ttft, tpot)]
+    counted = [*numbers, *(one for its in latencies for pair in its.items() for one in pair)]
+    if len(numbers) != len(_NUMBERS) or not all(_is(one, (int,)) for one in counted):
+        raise ValueError("no counts of a revision")
+    return RevisionCounts(*numbers, *latencies)
 
 
 def decode_report(raw: bytes | str) -> RouterReport | None:
@@ -68,16 +135,18 @@ def decode_report(raw: bytes | str) -> RouterReport | None:
         plain = {name: data[name] for name in _PLAIN}
         classes = {name: ClassCounts(**counts) for name, counts in data["classes"].items()}
         pairs = {(prefill, decode): number for prefill, decode, number in data["pairs"]}
+        canary = data.get("canary", 0)
+        revisions = {name: decode_counts(counts) for name, counts in data.get("revisions", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    counted = [*pairs.values(), *(number for counts in classes.values() for number in asdict(counts).values())]
+    counted = [canary, *pairs.values(), *(number for counts in classes.values() for number in asdict(counts).values())]
     if not all(_is(value, _PLAIN[name]) for name, value in plain.items()) or not all(
         _is(one, (int,)) for one in counted
     ):
         return None
     if not all(_is(name, (str,)) for pair in pairs for name in pair):
         return None
-    return RouterReport(**plain, classes=classes, pairs=pairs)
+    return RouterReport(**plain, classes=classes, pairs=pairs, canary=canary, revisions=revisions)
 
 
 def _is(value: object, kinds: tuple[type, ...]) -> bool:
@@ -88,4 +157,5 @@ def _is(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 _TYPES: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
-_PLAIN = {name: _TYPES[kind] for name, kind in RouterReport.__annotations__.items() if name not in ("classes", "pairs")}
+_NOT_PLAIN = ("classes", "pairs", "canary", "revisions")
+_PLAIN = {name: _TYPES[kind] for name, kind in RouterReport.__annotations__.items() if name not in _NOT_PLAIN}

@@ -10,6 +10,8 @@ from headrace.errors import InvalidRequest
 PROTOCOL_VERSION = 2
 SLAB_VERSION = 1
 
+STABLE = "stable"  # the revision of whatever no canary began
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -236,7 +238,8 @@ class Capacity:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Who a worker is. `generation` grows with every start: nothing of an older one is ever credited. `probe` is its own
-    answer to headrace.blocks.probe, empty when it did not say."""
+    answer to headrace.blocks.probe, empty when it did not say. `revision`: of the settings it was started with
+    (headrace.revisions), where `compatibility.revision` is of its weights."""
 
     worker_id: str
     generation: int
@@ -249,6 +252,7 @@ class WorkerInfo:
     node: str = ""
     cost: CostModel = field(default_factory=CostModel)
     probe: bytes = b""
+    revision: str = STABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from headrace.costmodel import CostModel
 from headrace.errors import HeadraceError, rebuild
 from headrace.v1 import control_pb2, transfer_pb2, worker_pb2
 from headrace.values import (
+    STABLE,
     BlockCounts,
     Capacity,
     Compatibility,
@@ -204,6 +205,7 @@ def worker_to_pb(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         model_path=info.model_path,
         node=info.node,
         probe=info.probe,
+        revision=info.revision,
     )
 
 
@@ -220,6 +222,7 @@ def worker_from_pb(pb: worker_pb2.WorkerInfo) -> WorkerInfo:
         node=pb.node,
         cost=cost_from_pb(pb.cost),
         probe=pb.probe,
+        revision=pb.revision or STABLE,
     )
 
 

@@ -185,6 +185,13 @@ class Admission:
             return self._over_quota(entrant, now) or self._admitted(entrant, num_tokens)
         return self._queued(entrant, room, now, num_tokens)
 
+    def beside(self, entrant: Entrant, view: View, now: float) -> Admitted | Shed | None:
+        """For workers that nobody waits for: None where they have no room now."""
+        room = self._room(view)
+        if entrant.num_sequences > min(room.num_sequences, room.most_samples) or room.seconds <= 0:
+            return None
+        return self._over_quota(entrant, now) or self._admitted(entrant, entrant.num_prompt_tokens)
+
     def admit(self, view: View, now: float) -> list[str]:
         """The names that may run now, in order. Whoever does not fit keeps those behind it waiting, so none starves."""
         admitted: list[str] = []

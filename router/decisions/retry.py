@@ -6,9 +6,9 @@ has seen tokens ends with the error: its sampling state lives where it ran, and 
 
 from dataclasses import dataclass, replace
 
-from headrace.errors import DeadlineExceeded, HeadraceError, meaning
+from headrace.errors import ContextLengthExceeded, DeadlineExceeded, HeadraceError, NoWorkers, meaning
 from headrace.values import RequestKey
-from router.decisions.placement import Placed
+from router.decisions.placement import Decided, Placed
 
 MAX_ATTEMPTS = 5
 
@@ -42,6 +42,16 @@ class PrefillAgain:
 @dataclass(frozen=True, slots=True)
 class End:
     error: HeadraceError
+
+
+def nobody(reason: str, decided: Decided) -> HeadraceError:
+    """What a client is told whose request no worker can take."""
+    if reason != "context":
+        return NoWorkers(f"nobody can serve the request: {reason}", reason=reason)
+    limit = max(worker.max_context_tokens for worker in decided.view.workers if worker.decodes)
+    actual = decided.ask.num_prompt_tokens + decided.ask.max_tokens
+    message = f"prompt and max_tokens must be at most {limit} tokens together, got {actual}"
+    return ContextLengthExceeded(message, field="max_tokens", limit=limit, actual=actual)
 
 
 def after_rejection(progress: Progress, error: HeadraceError) -> PlaceAgain | End:

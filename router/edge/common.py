@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from hashlib import blake2b
 from itertools import islice
 from types import AsyncGeneratorType
 from typing import Any, Protocol, TypeVar
@@ -86,7 +88,7 @@ class Edge:
     """One per router. Owns which requests are in flight and whether new ones are taken.
 
     `unready` says why no request could be served just now, or None. `draw_id` gives a new short id. `sampler` None: nothing
-    is traced.
+    is traced. `splits`: whether conversations go to several revisions just now.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Edge:
         keyring: Keyring,
         tenancy: Tenancy,
         sampler: Sampler | None = None,
+        splits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.models = models
         self._jobs = jobs
@@ -111,6 +114,7 @@ class Edge:
         self._keyring = keyring
         self._tenants = tenancy.tenants
         self._sampler = sampler
+        self._splits = splits
         self._relays: set[Relay] = set()
         self._draining = False
         self._aside = asyncio.Semaphore(MAX_ASIDE)
@@ -201,6 +205,8 @@ class Edge:
         model = self.models.get(model_name)
         rendered = await self._render(model, messages, tools, template_kwargs)
         token_ids = await encode(model, check_text("messages", rendered), add_special_tokens=False)
+        if self._splits() and not envelope.conversation:
+            envelope = replace(envelope, conversation=conversation_of(messages))
         return self._jobs.make(model, token_ids, asked, envelope)
 
     async def _render(self, model: ServedModel, *given: Any) -> str:
@@ -248,6 +254,16 @@ class Edge:
         finally:
             if outcome is not None:
                 _ANSWERS.labels(self.models.label(model_name), outcome).inc()
+
+
+def conversation_of(messages: Any) -> str:
+    """What stays the same of a chat as it goes on: all up to its user's first word."""
+    said = blake2b(digest_size=16)
+    for message in messages:
+        said.update(repr(message).encode(errors="replace"))
+        if message.get("role") == "user":
+            break
+    return said.hexdigest()
 
 
 async def encode(model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:

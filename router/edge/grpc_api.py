@@ -19,7 +19,18 @@ from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.decisions.tenants import Tenant
 from router.edge.common import Edge, encode
 from router.edge.json_input import parse_json
-from router.edge.validate import CLASS_HEADER, TRACE_HEADER, Asked, Envelope, check_text, check_token_ids
+from router.edge.validate import (
+    CLASS_HEADER,
+    CONVERSATION_HEADER,
+    REVISION_HEADER,
+    TRACE_HEADER,
+    Asked,
+    Envelope,
+    check_conversation,
+    check_text,
+    check_token_ids,
+)
+from router.flight import Served
 from router.requests import Job, Piece
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -67,6 +78,8 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             async for piece in relay.pieces:
                 await context.write(response(job, piece))
                 relay.num_taken += 1
+        if job.served is not None and job.served.revision:
+            context.set_trailing_metadata(((REVISION_HEADER, job.served.revision),))
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
         try:
@@ -132,6 +145,8 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             service_class=metadata.get(CLASS_HEADER),
             arrived_at=arrived_at,
             trace=trace,
+            conversation=check_conversation(metadata.get(CONVERSATION_HEADER, "")),
+            served=Served(),
         )
 
 

@@ -30,7 +30,17 @@ from router.edge.http_errors import error_body, error_response, http_error_respo
 from router.edge.openai_models import ChatBody, CompletionBody
 from router.edge.openai_replies import ChatReply, CompletionReply, Head, Reply
 from router.edge.together import together
-from router.edge.validate import CLASS_HEADER, TIMEOUT_HEADER, TRACE_HEADER, Envelope, check_seconds
+from router.edge.validate import (
+    CLASS_HEADER,
+    CONVERSATION_HEADER,
+    REVISION_HEADER,
+    TIMEOUT_HEADER,
+    TRACE_HEADER,
+    Envelope,
+    check_conversation,
+    check_seconds,
+)
+from router.flight import Served
 from router.requests import Job, Piece
 from router.text.served import ServedModel
 
@@ -205,6 +215,8 @@ class OpenAi:
             service_class=request.headers.get(CLASS_HEADER),
             arrived_at=request.scope["headrace.arrived_at"],
             trace=request.scope["headrace.trace"],
+            conversation=check_conversation(request.headers.get(CONVERSATION_HEADER, "")),
+            served=request.scope["headrace.served"],
         )
 
     def _numbered(self, envelope: Envelope, position: int, num_prompts: int) -> Envelope:
@@ -303,6 +315,7 @@ class _Gate:
             await error_response(error)(scope, receive, send)
             return
         scope["headrace.request_id"], scope["headrace.tenant"] = request_id, tenant
+        scope["headrace.served"] = served = Served()
         scope["headrace.trace"] = trace = self._edge.enter_trace(headers.get(b"traceparent", ""))
         serving(request_id, trace)
         shown = [(b"x-request-id", (given or request_id).encode("latin-1"))]
@@ -311,7 +324,8 @@ class _Gate:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *shown]}
+                revision = [(REVISION_HEADER.encode(), served.revision.encode())] if served.revision else []
+                message = {**message, "headers": [*message["headers"], *shown, *revision]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -13,12 +13,17 @@ from headrace.errors import ContextLengthExceeded, InvalidRequest
 from headrace.tracing import MAX_TRACEPARENT_CHARACTERS, TraceContext
 from headrace.values import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
 from router.decisions.tenants import EVERYONE, MAX_PRIORITY, Tenancy, Tenant
-from router.requests import Job
+from router.flight import Job, Served
 from router.text.served import ServedModel
 
 TIMEOUT_HEADER, CLASS_HEADER = "x-headrace-timeout", "x-headrace-class"  # gRPC: metadata; a call has its own deadline
+CONVERSATION_HEADER, REVISION_HEADER = (
+    "x-headrace-conversation",
+    "x-headrace-revision",
+)  # to us; and back, with a canary
 TRACE_HEADER = "traceresponse"  # W3C: the span that the answer is of
 MAX_SALT_CHARACTERS = 256
+MAX_CONVERSATION_CHARACTERS = 256
 MAX_ID_CHARACTERS = 128
 MAX_SECONDS = 86_400
 SEEDS = 2**64
@@ -53,7 +58,8 @@ class Asked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What comes beside a request: the router's id for it, who asks, time left, the trace it belongs to, and the class that
-    a header names, which the request's own word overrules. `trace`: its own span, where it is traced."""
+    a header names, which the request's own word overrules. `trace`: its own span, where it is traced. `conversation`: the
+    client's own name for what it belongs to. `served`: as Job has it."""
 
     request_id: str
     tenant: Tenant = EVERYONE
@@ -62,6 +68,8 @@ class Envelope:
     service_class: str | None = None
     arrived_at: float | None = None
     trace: TraceContext | None = None
+    conversation: str = ""
+    served: Served | None = None
 
 
 class JobMaker:
@@ -132,6 +140,8 @@ class JobMaker:
             repeatable=sampling.temperature == 0 or asked.seed is not None,
             arrived_at=envelope.arrived_at,
             trace=envelope.trace,
+            conversation=f"{tenant.name}\0{envelope.conversation}" if envelope.conversation else "",
+            served=envelope.served,
         )
 
     def check_room(self, model: ServedModel, num_prompt_tokens: int) -> None:
@@ -193,6 +203,13 @@ def check_seconds(field: str, value: str) -> float:
     if not 0 < seconds <= MAX_SECONDS:
         raise InvalidRequest.out_of_range(field, value, f"a number of seconds above 0 and at most {MAX_SECONDS}")
     return seconds
+
+
+def check_conversation(value: str) -> str:
+    if len(value) > MAX_CONVERSATION_CHARACTERS:
+        allowed = f"at most {MAX_CONVERSATION_CHARACTERS} characters"
+        raise InvalidRequest.out_of_range(CONVERSATION_HEADER, f"{len(value)} characters", allowed)
+    return value
 
 
 def check_client_id(client_id: str) -> str:

@@ -29,7 +29,7 @@ CLOSED = {
         "how",
         "kind",
     ),
-    *("state", "side", "tier", "pool", "phase", "gpu"),
+    *("state", "side", "tier", "pool", "phase", "gpu", "revision"),
 }
 
 

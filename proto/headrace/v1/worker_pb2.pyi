@@ -85,7 +85,7 @@ class CostModel(_message.Message):
     def __init__(self, prefill_base_seconds: _Optional[float] = ..., prefill_token_seconds: _Optional[float] = ..., prefill_token_context_seconds: _Optional[float] = ..., decode_base_seconds: _Optional[float] = ..., decode_sequence_seconds: _Optional[float] = ..., decode_context_token_seconds: _Optional[float] = ..., transfer_base_seconds: _Optional[float] = ..., transfer_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "generation", "role", "address", "compatibility", "layout", "capacity", "cost", "model_path", "node", "probe")
+    __slots__ = ("worker_id", "generation", "role", "address", "compatibility", "layout", "capacity", "cost", "model_path", "node", "probe", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class WorkerInfo(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     generation: int
     role: str
@@ -108,7 +109,8 @@ class WorkerInfo(_message.Message):
     model_path: str
     node: str
     probe: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., compatibility: _Optional[_Union[Compatibility, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., cost: _Optional[_Union[CostModel, _Mapping]] = ..., model_path: _Optional[str] = ..., node: _Optional[str] = ..., probe: _Optional[bytes] = ...) -> None: ...
+    revision: str
+    def __init__(self, worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., compatibility: _Optional[_Union[Compatibility, _Mapping]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., cost: _Optional[_Union[CostModel, _Mapping]] = ..., model_path: _Optional[str] = ..., node: _Optional[str] = ..., probe: _Optional[bytes] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class WorkerSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "bias_values", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "num_logprobs")

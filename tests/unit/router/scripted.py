@@ -37,6 +37,7 @@ class Scripted:
     fail_after: int = 0
     gate: asyncio.Semaphore | None = None
     cached_tokens: int = 0
+    revision: str = ""
     explanations: dict[str, Explanation] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -45,6 +46,8 @@ class Scripted:
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece]:
         self.jobs.append(job)
+        if job.served is not None:
+            job.served.revision = self.revision
         self.started.set()
         finished = False
         try:
@@ -113,6 +116,7 @@ def make_edge(
     api_keys: Mapping[str, Sequence[str]] | Sequence[str] = (),
     tenancy: Tenancy | None = None,
     unready: str | None = None,
+    splits: bool = False,
     clock: Clock,
 ) -> Edge:
     """`api_keys` of the default tenant, or by tenant."""
@@ -128,4 +132,5 @@ def make_edge(
         draw_id=lambda: f"{draws.getrandbits(32):08x}",
         keyring=Keyring(keys),
         tenancy=tenancy,
+        splits=lambda: splits,
     )

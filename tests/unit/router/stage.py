@@ -14,6 +14,7 @@ from router.decisions.admission import Admission, Rules
 from router.decisions.caches import Caches
 from router.decisions.index import Index
 from router.decisions.quotas import Quotas
+from router.decisions.revisions import Revisions
 from router.decisions.tenants import Tenancy
 from router.flight import Job, Piece
 from router.mailbox import Pacer
@@ -40,6 +41,7 @@ class Stage:
     requests: Requests
     sessions: Sessions
     index: Index
+    clock: Clock
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns as soon as the condition holds; looked at whenever a session begins, reports or ends."""
@@ -67,6 +69,7 @@ async def stage(
     rules: Rules | None = None,
     tenancy: Tenancy | None = None,
     quotas: Quotas | None = None,
+    revisions: Revisions | None = None,
 ) -> AsyncIterator[Stage]:
     clock = clock or SystemClock()
     sessions = Sessions("t", clock, heartbeat_seconds=heartbeat_seconds, silent_seconds=silent_seconds)
@@ -83,11 +86,12 @@ async def stage(
         request_seconds=request_seconds,
         local_prefill_max_tokens=local_prefill_max_tokens,
         note_decision=note_decision,
+        revisions=revisions,
     )
     sessions.seek([worker.address for worker in workers])
     keeping = asyncio.create_task(sessions.run())
     try:
-        on_stage = Stage(requests, sessions, index)
+        on_stage = Stage(requests, sessions, index, clock)
         await on_stage.until_live(*workers)
         yield on_stage
     finally:
