@@ -7,9 +7,8 @@ bfloat16), so that another model's times follow from its own bytes and operation
                             the 8B shape (4.62 ms), of 20 layers of the 70B shape (9.38 and, in another run, 9.85 ms) and of
                             two ranks of those (5.45 ms)
     layer_seconds           what is left of a decode step: launches, norms, latency; by layer, whatever its width
-    attention_flops         the paged attention kernel's at 8,192 tokens
-    matrix_flops            a prompt's linear layers ÷ the seconds a token that, beside attention and a base a step, fit the
-                            engine's prefill of 1,024 and 4,096 tokens and its TTFT best; norms and the rest are in it
+    attention_flops         the paged attention kernel's, by what a token × context takes
+    matrix_flops            a prompt's linear layers ÷ the seconds a token; norms and the rest are in it
     attention_bytes_per_second  the decode attention kernel's
 
 Data sheets: peak × the lower of what the two measured cards reach of theirs.
@@ -26,9 +25,7 @@ from headrace.errors import ConfigError
 BASIS = KNOWN["meta-llama/Llama-3.1-8B"]
 BASIS_PRECISION = Precision()
 READ_OF_COPY = 0.972
-MEASURED_COPY = {"h100": 3020.5409e9, "h200": 4268.6722e9}  # docs/benchmarks/kernels-*.json: copy_gbps
-PAGED_FLOPS = {"h100": 390.2143e12, "h200": 346.0914e12}  # the same: prefill_8k_paged_tflops
-FULL_STEP_TOKENS = 8192
+MEASURED = ("h100", "h200")
 # Half of the 70B shape's 20 layers, 41 sums: 5.33 ms − weights ÷ rate − layers (docs/benchmarks/parallel-half-h200.json).
 # Alone a sum with its norm takes 5 µs at 16 KiB and 8 at 1 MiB (parallel-h200.json).
 SUM_SECONDS = 8e-6
@@ -93,6 +90,7 @@ class GpuType:
     prefill_base_seconds: Figure
     transfer_base_seconds: float
     notes: tuple[str, ...] = field(default=())
+    record: Mapping[str, float] = field(default_factory=dict)  # as of cluster.simulation.cards.Card
 
     @property
     def is_measured(self) -> bool:
@@ -125,15 +123,17 @@ def measured(name: str, price_per_hour: float = 0.0) -> GpuType:
     def figure(value: float, source: str = source, uncertainty: float = 0.1) -> Figure:
         return Figure(value, "measured", source, uncertainty)
 
-    read = READ_OF_COPY * MEASURED_COPY[name]
-    base, token = _prefill_line(card.figures, PAGED_FLOPS[name])
+    read = READ_OF_COPY * card.figures["copy_gbps"] * 1e9
     left = cost.decode_base_seconds - BASIS.read_bytes(BASIS_PRECISION) / read
     return GpuType(
         name=name,
         price_per_hour=price_per_hour,
         sheet=sheet,
-        matrix_flops=figure(BASIS.linear_flops_per_token / token),
-        attention_flops=figure(PAGED_FLOPS[name], f"docs/benchmarks/kernels-{name}.json"),
+        matrix_flops=figure(BASIS.linear_flops_per_token / cost.prefill_token_seconds),
+        attention_flops=figure(
+            BASIS.attention_flops_per_token_context / cost.prefill_token_context_seconds,
+            f"docs/benchmarks/kernels-{name}.json",
+        ),
         read_bytes_per_second=figure(read, f"docs/benchmarks/kernels-{name}.json (copy), parallel-half-h200.json"),
         attention_bytes_per_second=figure(
             BASIS.kv_bytes_per_token(BASIS_PRECISION) / cost.decode_context_token_seconds,
@@ -142,27 +142,15 @@ def measured(name: str, price_per_hour: float = 0.0) -> GpuType:
         link_bytes_per_second=figure(cost.transfer_bytes_per_second, "docs/benchmarks/kernels-h200-pull.json"),
         layer_seconds=figure(left / BASIS.num_layers),
         sequence_seconds=figure(cost.decode_sequence_seconds),
-        prefill_base_seconds=figure(base),
+        prefill_base_seconds=figure(cost.prefill_base_seconds),
         transfer_base_seconds=cost.transfer_base_seconds,
+        record=card.record,
     )
-
-
-def _prefill_line(figures: Mapping[str, float], attention_flops: float) -> tuple[float, float]:
-    """(seconds a step, seconds a token) beside attention: by least squares of relative errors."""
-    context = BASIS.attention_flops_per_token_context / attention_flops
-    points = [
-        (FULL_STEP_TOKENS, length / 2, FULL_STEP_TOKENS / figures[f"prefill_{length}"]) for length in (1024, 4096)
-    ] + [(1024, 512.0, figures["ttft_1024"] / 1e3)]
-    rows = [(1 / seconds, tokens / seconds, 1 - context * tokens * mean / seconds) for tokens, mean, seconds in points]
-    aa, ab, bb = (sum(x * y for x, y in ((r[i], r[j]) for r in rows)) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    return max((ay * bb - by * ab) / determinant, 0.0), (by * aa - ay * ab) / determinant
 
 
 def from_sheet(name: str, sheet: Sheet, price_per_hour: float = 0.0, origin: Origin = "data sheet") -> GpuType:
     """Peaks, times what measured cards reach of theirs at least."""
-    known = [measured(other) for other in MEASURED_COPY]
+    known = [measured(other) for other in MEASURED]
 
     def share(of_measured: str, of_sheet: str) -> float:
         return min(float(getattr(gpu, of_measured).value / getattr(gpu.sheet, of_sheet)) for gpu in known)
@@ -204,13 +192,13 @@ def find(name: str, price_per_hour: float, given: Sheet | None = None) -> GpuTyp
     """A GPU by its name, or by figures given for it. ConfigError says which are known and what to give of others."""
     if given is not None:
         return from_sheet(name, given, price_per_hour, "given")
-    if name in MEASURED_COPY:
+    if name in MEASURED:
         return measured(name, price_per_hour)
     if name in SHEETS:
         return from_sheet(name, SHEETS[name], price_per_hour)
     raise ConfigError(
-        f"no figures for GPU {name!r}: measured are {', '.join(MEASURED_COPY)}; from data sheets "
-        f"{', '.join(other for other in SHEETS if other not in MEASURED_COPY)}; of any other give memory_gb, tflops "
+        f"no figures for GPU {name!r}: measured are {', '.join(MEASURED)}; from data sheets "
+        f"{', '.join(other for other in SHEETS if other not in MEASURED)}; of any other give memory_gb, tflops "
         "(dense bfloat16), memory_tb_per_second and link_gb_per_second (one way)",
         gpu=name,
     )

@@ -16,9 +16,9 @@ from functools import cached_property
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker
 from cluster.planning.queueing import NO_WAIT, Wait, normal_cdf, quantile, wait
+from cluster.simulation.cards import LANDING_SECONDS, MESSAGE_SECONDS
 from headrace.costmodel import CostModel
 
-MESSAGE_SECONDS = 5e-4  # from process to process
 HAND_OVER_MESSAGES = 4  # submit, ticket, announcement, token
 ALONE_MESSAGES = 2
 JOIN_STEPS = 1.5  # a sequence joins the step after the one that is planned already, half a step into the running one
@@ -185,7 +185,7 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
     """What this load sees of so many workers. For unified pools `decode` is the worker."""
     if pools.unified:
         return _predict_unified(pools.unified, decode, load, target)
-    services = [prefill.cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
+    services = [_prompt_seconds(prefill, length) for length in load.lengths]
     rate, base = load.requests_per_second, prefill.cost.prefill_base_seconds
     moments = Moments.of(services)
     shared = _shared_base(moments.mean, base, rate / max(pools.prefill, 1))
@@ -215,6 +215,17 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
         slots=decoded.slots,
         step_seconds=decoded.step_seconds,
     )
+
+
+def _prompt_seconds(worker: Worker, length: Length, sequences: float = 0.0, context_tokens: float = 0.0) -> float:
+    """A prompt in steps of its own, beside so many sequences that decode."""
+    num_steps, mean_context = _num_steps(worker, length), length.cached_tokens + length.computed_tokens / 2
+    tokens = round(length.computed_tokens / num_steps)
+    return num_steps * worker.cost.step_seconds(tokens, mean_context, round(sequences), round(context_tokens))
+
+
+def _num_steps(worker: Worker, length: Length) -> int:
+    return math.ceil(length.computed_tokens / worker.max_step_tokens)
 
 
 def _shared_base(mean: float, base: float, per_second: float) -> float:
@@ -253,7 +264,8 @@ def _short_of(pool: str, num_workers: int, offered: float) -> Overload:
 def _hand_over_seconds(decode: Worker, prefill: Worker, length: Length) -> float:
     """Messages, and the part of the transfer that no chunk's computing hides: the last chunk's."""
     last = min(length.input_tokens, prefill.max_step_tokens)
-    return HAND_OVER_MESSAGES * MESSAGE_SECONDS + decode.cost.transfer_seconds(round(last * decode.kv_bytes_per_token))
+    told = HAND_OVER_MESSAGES * MESSAGE_SECONDS + LANDING_SECONDS
+    return told + decode.cost.transfer_seconds(round(last * decode.kv_bytes_per_token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,23 +344,30 @@ def _tpots(
 
 
 def _predict_unified(num_workers: int, worker: Worker, load: Load, target: Target) -> Prediction | Overload:
-    """Each step that holds a prompt also decodes, and pays the larger base once."""
-    cost, rate = worker.cost, load.requests_per_second
-    alone = [cost.prefill_seconds(round(x.computed_tokens), round(x.cached_tokens)) for x in load.lengths]
-    adds = [max(seconds - min(cost.prefill_base_seconds, cost.decode_base_seconds), 0.0) for seconds in alone]
-    stalls = Moments.of([max(add, 1e-9) for add in adds])
-    per_worker = rate / num_workers
-    stalled = per_worker * stalls.mean
-    if stalled >= FULL:
-        return _short_of("unified", num_workers, rate * stalls.mean)
-    decoded = _decode(num_workers, worker, load, stalled=stalled)
-    if isinstance(decoded, Overload):
-        return replace(decoded, pool="unified")
+    """Each step that holds a prompt also decodes: it adds what that step takes longer than it would without."""
+    rate, per_worker = load.requests_per_second, load.requests_per_second / num_workers
+    context = _Decoding.of(load, worker.cost).context_tokens
+    sequences = 0.0
+    for _ in range(2):  # what a prompt adds depends a little on who decodes beside it, and that on what prompts add
+        plain_step = worker.cost.decode_step_seconds(round(sequences), round(sequences * context))
+        beside = [_prompt_seconds(worker, length, sequences, sequences * context) for length in load.lengths]
+        adds = [
+            max(seconds - _num_steps(worker, length) * plain_step, 1e-9)
+            for seconds, length in zip(beside, load.lengths, strict=True)
+        ]
+        stalls = Moments.of(adds)
+        stalled = per_worker * stalls.mean
+        if stalled >= FULL:
+            return _short_of("unified", num_workers, rate * stalls.mean)
+        found = _decode(num_workers, worker, load, stalled=stalled)
+        if isinstance(found, Overload):
+            return replace(found, pool="unified")
+        decoded, sequences = found, found.sequences
     plain_step = decoded.step_seconds * (1 - stalled)
-    # A prompt's own step also decodes; the step that runs and the one that is planned come first.
-    services = [add + plain_step for add in adds]
+    # A prompt's own steps also decode; the step that runs and the one that is planned come first.
+    services = [add + _num_steps(worker, length) * plain_step for add, length in zip(adds, load.lengths, strict=True)]
     joins = 1 - math.exp(-decoded.sequences)
-    fixed = ALONE_MESSAGES * MESSAGE_SECONDS + joins * JOIN_STEPS * plain_step
+    fixed = ALONE_MESSAGES * MESSAGE_SECONDS + LANDING_SECONDS + joins * JOIN_STEPS * plain_step
     moments = Moments.of(services)
     shared = _shared_base(moments.mean, plain_step, per_worker)
     mean = moments.mean - plain_step + shared

@@ -1,27 +1,26 @@
 """Workers, and one router before them, under virtual time."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
-from cluster.simulation.cards import Card
-from cluster.simulation.policies import POLICIES
+from cluster.simulation.cards import LANDING_SECONDS, MESSAGE_SECONDS, Card
+from cluster.simulation.policies import POLICIES, Policy
 from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits, Served, VirtualRouter
 from headrace import traces
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
 from workers.scheduling.scheduler import SchedulerLimits
-from workers.scheduling.work import StepWork
+from workers.scheduling.work import GRAPH_TOKENS, StepWork
 from workers.virtual.engine import Machine, Prompt, virtual_hasher
 from workers.virtual.time import VirtualTime
 from workers.virtual.worker import VirtualWorker
 
 VOCAB_SIZE = 128_000
-MESSAGE_SECONDS = 5e-4
 EVENT_SECONDS = 2e-3
 
 
@@ -29,7 +28,8 @@ EVENT_SECONDS = 2e-3
 class Fleet:
     """How many workers of which role, each on one card; those that prefill on `prefill_card`, where it is another. Limits
     as in headrace.config; `message_seconds` from process to process, `event_seconds` from a worker through Redis to the
-    router's index."""
+    router's index; `graph_tokens` and `landing_seconds` as of workers.virtual.engine.Machine.
+    """
 
     card: Card
     prefill: int = 0
@@ -45,6 +45,8 @@ class Fleet:
     router: RouterLimits = field(default_factory=lambda: RouterLimits(message_seconds=MESSAGE_SECONDS))
     event_seconds: float = EVENT_SECONDS
     prefill_card: Card | None = None
+    graph_tokens: tuple[int, ...] = GRAPH_TOKENS
+    landing_seconds: float = LANDING_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "unified"):
@@ -79,7 +81,15 @@ class Fleet:
             max_peer_pinned_fraction=self.max_pinned_fraction,
             claim_fraction=self.claim_fraction,
         )
-        return Machine(limits, card.num_blocks, self.block_size, card.block_bytes, card.cost)
+        return Machine(
+            limits,
+            card.num_blocks,
+            self.block_size,
+            card.block_bytes,
+            card.cost,
+            self.graph_tokens,
+            self.landing_seconds,
+        )
 
     def info(self, worker_id: str, role: Role) -> WorkerInfo:
         """As a worker introduces itself: what its steps cost it has yet to learn."""
@@ -110,9 +120,19 @@ class Simulation:
     `policy` is one of POLICIES, or its maker by seed.
     """
 
-    def __init__(self, fleet: Fleet, policy: str, watcher: Watcher, *, seed: int = 0, keep_why: bool = False) -> None:
-        if policy not in POLICIES:
-            raise ConfigError.out_of_range("policy", policy, f"one of {', '.join(POLICIES)}")
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: str | Callable[[int], Policy],
+        watcher: Watcher,
+        *,
+        seed: int = 0,
+        keep_why: bool = False,
+    ) -> None:
+        if isinstance(policy, str):
+            if policy not in POLICIES:
+                raise ConfigError.out_of_range("policy", policy, f"one of {', '.join(POLICIES)}")
+            policy = POLICIES[policy]
         self.time = VirtualTime()
         self.workers: dict[str, VirtualWorker] = {}
         hasher = virtual_hasher(fleet.block_size)
@@ -120,7 +140,7 @@ class Simulation:
             self.time,
             self.workers,
             hasher,
-            POLICIES[policy](seed),
+            policy(seed),
             fleet.router,
             watcher.ended,
             seed=seed,

@@ -3,6 +3,9 @@
 prefill seconds  = a + b · tokens + c · tokens · mean context
 decode seconds   = a + b · sequences + c · context tokens
 transfer seconds = base + bytes / bandwidth
+
+That is what a worker's own steps teach (OnlineFit) and what placement compares. A device reads its weights once a step,
+whatever is in it, and computes meanwhile: `step_seconds` is the roofline of any step, by the same coefficients.
 """
 
 from dataclasses import dataclass, replace
@@ -38,6 +41,29 @@ class CostModel:
             + self.decode_sequence_seconds * num_sequences
             + self.decode_context_token_seconds * context_tokens
         )
+
+    def step_seconds(
+        self,
+        prefill_tokens: int,
+        mean_context: float,
+        num_sequences: int = 0,
+        context_tokens: int = 0,
+        *,
+        padding_tokens: int = 0,
+    ) -> float:
+        """One step that computes `prefill_tokens` of prompts at their mean context beside `num_sequences` that decode.
+
+        Of products the longer counts, to read the weights or to compute with them; attention of both kinds adds to it.
+        `padding_tokens` are computed too, and attend to nothing."""
+        read = self.decode_base_seconds + self.decode_sequence_seconds * num_sequences
+        row = max(self.prefill_token_seconds, self.decode_sequence_seconds)
+        tokens = prefill_tokens + padding_tokens
+        computed = self.prefill_base_seconds + self.prefill_token_seconds * tokens + row * num_sequences
+        attention = (
+            self.prefill_token_context_seconds * prefill_tokens * mean_context
+            + self.decode_context_token_seconds * context_tokens
+        )
+        return max(read, computed) + attention
 
     def transfer_seconds(self, num_bytes: int) -> float:
         return self.transfer_base_seconds + num_bytes / self.transfer_bytes_per_second

@@ -17,11 +17,9 @@ from workers.models.transformer import Transformer
 from workers.ranks.graphs import Captured, GraphMemory
 from workers.ranks.rows import PromptInputs, PromptShape, Rows
 from workers.scheduling.plan import StepPlan
+from workers.scheduling.work import GRAPH_PROMPTS, GRAPH_TOKENS
 
-# Beyond the last an 8B model keeps a GPU busy for longer than the launches take; and padding costs what tokens do.
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280)
 WHOLE_FROM_TOKENS = 512  # below, the kernels have one way only
-MOST_PROMPTS = 8
 
 
 class PromptGraphs:
@@ -32,7 +30,7 @@ class PromptGraphs:
     ) -> None:
         self._model, self._pool, self._rows, self._memory = model, pool, rows, memory
         self._max_rows = max_rows
-        self._sizes = SIZES[: bisect_left(SIZES, max_tokens) + 1]
+        self._sizes = GRAPH_TOKENS[: bisect_left(GRAPH_TOKENS, max_tokens) + 1]
         self._captured: dict[PromptShape, Captured] = {}
         most = self._mixed(self._sizes[-1]).num_numbers
         self._numbers = torch.zeros(most, dtype=torch.int64, device=pool.device)
@@ -47,7 +45,7 @@ class PromptGraphs:
     def shape_for(self, plan: StepPlan) -> PromptShape | None:
         """The graph that a plan with prompts would replay; None where it fits none."""
         num_tokens, num_prompts = plan.num_tokens, len(plan.work) - plan.num_decodes
-        if num_tokens > self._sizes[-1] or num_prompts > MOST_PROMPTS:
+        if num_tokens > self._sizes[-1] or num_prompts > GRAPH_PROMPTS:
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         whole = size >= WHOLE_FROM_TOKENS and len(plan.work) == 1 and plan.work[0].start == 0
@@ -66,7 +64,7 @@ class PromptGraphs:
         return PromptShape(size, 0, 1, whole=True)
 
     def _mixed(self, size: int) -> PromptShape:
-        return PromptShape(size, min(size, self._max_rows), MOST_PROMPTS)
+        return PromptShape(size, min(size, self._max_rows), GRAPH_PROMPTS)
 
     def _graph(self, shape: PromptShape) -> Captured:
         """Captured over padding alone, once its kernels are compiled: what the pool holds stays as it is."""

@@ -1,5 +1,7 @@
 """How much one step computes, as the cost model counts it, and what an engine learns of it."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -7,6 +9,10 @@ from headrace.costmodel import CostModel, OnlineFit
 from workers.scheduling.plan import StepPlan
 
 WARM_UP_STEPS = 4
+# A GPU replays steps with so few prompts as graphs, of the next larger number of tokens. Beyond the last an 8B model keeps
+# it busy for longer than the launches take; and padding costs what tokens do.
+GRAPH_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280)
+GRAPH_PROMPTS = 8
 
 
 class StepKind(StrEnum):
@@ -44,17 +50,22 @@ class StepWork:
             decode_context_tokens=contexts,
         )
 
-    def seconds(self, cost: CostModel) -> float:
-        """What the step takes by this model. A mixed step reads the weights once: of the two bases it pays the larger."""
+    def seconds(self, cost: CostModel, graph_tokens: Sequence[int] = ()) -> float:
+        """What the step takes by this model, on a device with graphs of so many tokens."""
         num_decodes = self.num_sequences - self.num_prefills
         if self.kind is StepKind.DECODE:
             return cost.decode_step_seconds(num_decodes, self.decode_context_tokens)
-        prefill = cost.prefill_token_seconds + cost.prefill_token_context_seconds * self.mean_prefill_context
-        seconds = cost.prefill_base_seconds + prefill * self.prefill_tokens
-        if num_decodes:
-            decode = cost.decode_step_seconds(num_decodes, self.decode_context_tokens)
-            seconds += decode - min(cost.decode_base_seconds, cost.prefill_base_seconds)
-        return seconds
+        return cost.step_seconds(
+            self.prefill_tokens,
+            self.mean_prefill_context,
+            num_decodes,
+            self.decode_context_tokens,
+            padding_tokens=self._padding(self.prefill_tokens + num_decodes, graph_tokens),
+        )
+
+    def _padding(self, num_tokens: int, graph_tokens: Sequence[int]) -> int:
+        at = bisect_left(graph_tokens, num_tokens)
+        return 0 if at == len(graph_tokens) or self.num_prefills > GRAPH_PROMPTS else graph_tokens[at] - num_tokens
 
 
 class StepFit:

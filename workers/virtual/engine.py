@@ -19,13 +19,19 @@ TEACH_EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a virtual worker runs on. `cost` is the truth about it, which production learns and never is told."""
+    """What a virtual worker runs on. `cost` is the truth about it, which production learns and never is told.
+
+    `graph_tokens`: numbers of tokens that steps with prompts are padded to, where it has graphs of them. `landing_seconds`:
+    from a step's end on the device until what came of it is told; the next one runs meanwhile.
+    """
 
     scheduler: SchedulerLimits
     num_blocks: int
     block_size: int
     block_bytes: int
     cost: CostModel
+    graph_tokens: tuple[int, ...] = ()
+    landing_seconds: float = 0.0
 
 
 class Prompt(tuple[int, ...]):
@@ -72,6 +78,8 @@ class VirtualEngine:
         self.num_steps = 0
         self._time = time
         self._cost = machine.cost
+        self._graph_tokens = machine.graph_tokens
+        self._landing_seconds = machine.landing_seconds
         self._on_landed = on_landed
         self._on_step = on_step
         self._flights: deque[tuple[StepPlan, StepWork, float]] = deque()
@@ -86,10 +94,10 @@ class VirtualEngine:
             if plan is None:
                 return
             work = StepWork.of(plan)
-            seconds = work.seconds(self._cost)
+            seconds = work.seconds(self._cost, self._graph_tokens)
             self._busy_until = max(time.now, self._busy_until) + seconds
             flights.append((plan, work, seconds))
-            time.at(self._busy_until, self._land)
+            time.at(self._busy_until + self._landing_seconds, self._land)
 
     def _land(self) -> None:
         plan, work, seconds = self._flights.popleft()

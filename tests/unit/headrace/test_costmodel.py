@@ -27,6 +27,20 @@ def test_the_formulas_are_what_the_docstring_says() -> None:
     assert model.transfer_seconds(50) == pytest.approx(3.5)
 
 
+def test_a_step_reads_its_weights_once_and_computes_meanwhile() -> None:
+    decodes = (8, 8000)
+    attention = TRUTH.decode_context_token_seconds * 8000
+    products = TRUTH.prefill_base_seconds + TRUTH.prefill_token_seconds * (512 + 8)
+    short, long = TRUTH.step_seconds(8, 4.0, *decodes), TRUTH.step_seconds(512, 256.0, *decodes)
+    assert short == pytest.approx(TRUTH.decode_step_seconds(*decodes) + 2e-9 * 8 * 4)  # bound by memory
+    assert long == pytest.approx(products + attention + 2e-9 * 512 * 256)  # by arithmetic
+    assert long < TRUTH.prefill_seconds(512) + TRUTH.decode_step_seconds(*decodes)
+    assert TRUTH.step_seconds(512, 256.0) == pytest.approx(TRUTH.prefill_seconds(512))
+    assert TRUTH.step_seconds(300, 150.0, padding_tokens=84) == pytest.approx(
+        TRUTH.prefill_seconds(300) + 84 * TRUTH.prefill_token_seconds
+    )
+
+
 class Machine:
     """A worker whose steps take what TRUTH says, with noise, and now and then far longer."""
 

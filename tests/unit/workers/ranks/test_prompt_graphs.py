@@ -8,9 +8,10 @@ from headrace.config import EngineConfig
 from tests.model_steps import GREEDY, Steps, alone, random_ids
 from tests.tiny import make_checkpoint
 from workers.ranks.graphs import GraphMemory
-from workers.ranks.prompt_graphs import MOST_PROMPTS, PromptGraphs
+from workers.ranks.prompt_graphs import PromptGraphs
 from workers.ranks.rows import PromptShape
 from workers.scheduling.plan import RowStart, RowWork, StepPlan
+from workers.scheduling.work import GRAPH_PROMPTS
 
 pytestmark = pytest.mark.torch
 ENGINE = EngineConfig(num_blocks=64, block_size=8, max_num_seqs=20, max_step_tokens=700, max_context_tokens=256)
@@ -40,15 +41,15 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
 @pytest.mark.parametrize(
     ("work", "shape"),
     [
-        ((chunk(0, 0, 3),), PromptShape(16, 16, MOST_PROMPTS)),
-        ((decode(1), chunk(0, 4, 63)), PromptShape(64, 20, MOST_PROMPTS)),
+        ((chunk(0, 0, 3),), PromptShape(16, 16, GRAPH_PROMPTS)),
+        ((decode(1), chunk(0, 4, 63)), PromptShape(64, 20, GRAPH_PROMPTS)),
         ((chunk(0, 0, 500),), PromptShape(512, 0, 1, whole=True)),
-        ((chunk(0, 1, 500),), PromptShape(512, 20, MOST_PROMPTS)),
-        ((decode(1), chunk(0, 0, 500)), PromptShape(512, 20, MOST_PROMPTS)),
+        ((chunk(0, 1, 500),), PromptShape(512, 20, GRAPH_PROMPTS)),
+        ((decode(1), chunk(0, 0, 500)), PromptShape(512, 20, GRAPH_PROMPTS)),
         ((chunk(0, 0, 701),), PromptShape(768, 0, 1, whole=True)),
         ((chunk(0, 0, 769),), None),
-        (tuple(chunk(row, 0, 2) for row in range(MOST_PROMPTS)), PromptShape(16, 16, MOST_PROMPTS)),
-        (tuple(chunk(row, 0, 2) for row in range(MOST_PROMPTS + 1)), None),
+        (tuple(chunk(row, 0, 2) for row in range(GRAPH_PROMPTS)), PromptShape(16, 16, GRAPH_PROMPTS)),
+        (tuple(chunk(row, 0, 2) for row in range(GRAPH_PROMPTS + 1)), None),
     ],
 )
 def test_a_step_takes_the_smallest_graph_that_holds_it(
@@ -79,7 +80,7 @@ def test_a_padded_step_computes_what_the_step_does(steps: Steps, whole: bool) ->
     )
     plan = StepPlan(99, work, 0 if whole else 2)
     graphs, runner = graphs_of(steps), steps.runner
-    shape = PromptShape(48, 0, 1, whole=True) if whole else PromptShape(48, 20, MOST_PROMPTS)
+    shape = PromptShape(48, 0, 1, whole=True) if whole else PromptShape(48, 20, GRAPH_PROMPTS)
     before = runner.pool.tensor.clone()
     with torch.inference_mode():
         padded = runner._rows.prompt_inputs(plan, shape)
