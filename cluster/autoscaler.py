@@ -36,10 +36,11 @@ class Seen:
 
 class Autoscaler:
     """Owns the meter, the history of arrivals and what is remembered from turn to turn. Only a controller that leads
-    calls it."""
+    calls it. `prefix`: what workers' ids begin with before POOL-INDEX."""
 
-    def __init__(self, config: ClusterConfig, store: Store, clock: Clock) -> None:
+    def __init__(self, config: ClusterConfig, store: Store, clock: Clock, prefix: str = "") -> None:
         self._cluster = config.name
+        self._prefix = prefix
         self._rules = Rules.of(config)
         self._interval_seconds = config.autoscaling.interval_seconds
         self._store = store
@@ -109,7 +110,10 @@ class Autoscaler:
         return history.add(arrived, seconds, now)
 
     async def _inputs(self, history: History, desired: Desired, seen: Sequence[Seen], now: float) -> Inputs:
-        leases = {leased.info.worker_id: leased for leased in await leased_workers(self._store, self._cluster)}
+        leases = {
+            leased.info.worker_id.removeprefix(self._prefix): leased
+            for leased in await leased_workers(self._store, self._cluster)
+        }
         clock = self._clock.now()
         members = [member(one, leases.get(one.worker.worker_id), clock) for one in seen]
         pools = observe(self._rules, desired, members, self._known)

@@ -28,7 +28,7 @@ from cluster.reconcile import (
     reconcile,
 )
 from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
-from cluster.worker_client import WorkerClient, WorkerReport
+from cluster.worker_client import WorkerClient, WorkerReport, described
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.errors import HeadraceError, InternalError, WorkerLost
@@ -137,7 +137,7 @@ class Controller:
         before = await self._state.observed()
         self._history = before.generations() if before else {}
         adopted_workers = await self._pools.adopt()
-        reports = await asyncio.gather(*(_described(adopted.addresses) for adopted in adopted_workers))
+        reports = await asyncio.gather(*(described(adopted.addresses.service) for adopted in adopted_workers))
         for adopted, report in zip(adopted_workers, reports, strict=True):
             spec = adopted.spec
             pool, _, index = spec.worker_id.rpartition("-")
@@ -153,18 +153,7 @@ class Controller:
     async def _publish(self) -> None:
         now = self._clock.now()
         records = tuple(
-            WorkerRecord(
-                worker_id=worker.seen.worker_id,
-                pool=worker.seen.pool,
-                generation=worker.seen.generation,
-                role=worker.seen.role.value,
-                layout=str(worker.seen.layout),
-                phase=worker.seen.phase.value,
-                in_phase_seconds=now - worker.seen.since,
-                address=worker.addresses.service,
-                metrics_address=worker.addresses.metrics,
-                reason=worker.seen.reason,
-            )
+            WorkerRecord.of(worker.seen, now, worker.addresses.service, worker.addresses.metrics)
             for _, worker in sorted(self._workers.items())
         )
         desired = {name: pool.replicas for name, pool in self._desired.pools.items()} if self._desired else None
@@ -325,12 +314,3 @@ class Controller:
             self._remove(worker)
         with contextlib.suppress(StoreUnavailable):
             await self._state.forget()
-
-
-async def _described(addresses: Addresses) -> WorkerReport | None:
-    """What it says of itself; None when it does not answer."""
-    try:
-        async with WorkerClient(addresses.service) as client:
-            return await client.describe()
-    except (WorkerLost, InternalError):
-        return None

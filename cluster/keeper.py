@@ -1,4 +1,7 @@
-"""Keeps a controller on a Ray cluster that somebody else runs (`headrace controller`), and answers for it over HTTP.
+"""Keeps a controller of workers that somebody else gives room to (`headrace controller`), and answers for it over HTTP.
+
+Where others start workers too (`autoscaling.mode` external or dry-run, and no Ray), it is an advisor in this process.
+Otherwise it is on a Ray cluster that somebody else runs:
 
 The controller itself is an actor (control_actor), which Ray restarts. The keeper puts it there with the configuration of
 today, notices when the Ray cluster is gone, and ends: whoever runs the keeper starts it again. It ends no worker, and no
@@ -18,6 +21,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cluster import ray_session
+from cluster.advisor import Advisor
+from cluster.autoscaler import Autoscaler
 from cluster.console.start import watching
 from cluster.launch import in_thread
 from cluster.reconcile import Phase
@@ -25,6 +30,7 @@ from cluster.scaling_state import ScalingState
 from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, configured, control_state
 from headrace import metrics
+from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, Unavailable
 from headrace.store import StoreUnavailable
@@ -32,6 +38,7 @@ from headrace.store import StoreUnavailable
 LOOK_SECONDS = 5.0
 PATIENCE_SECONDS = 180.0
 AGAIN_SECONDS = 2.0
+ADVISING = ("external", "dry-run")  # modes in which nothing is started or ended
 
 
 async def keep(
@@ -43,15 +50,24 @@ async def keep(
     connected: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda reason: None,
     patience_seconds: float = PATIENCE_SECONDS,
+    worker_prefix: str = "",
 ) -> None:
-    """Never returns. ConfigError when the configuration names no Redis or no Ray cluster, or the port is taken;
-    Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
+    """Never returns. ConfigError when the configuration names no Redis or no Ray cluster that it needs, or the port is
+    taken; Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
     `patience_seconds` in which `say` gets the reason; later, at once. `connected` is called when Ray is there. Who holds
     one of `api_keys`, or of the configuration's own, may look at the console."""
     url, address = config.redis.url, config.ray.address
-    if url is None or address is None:
+    advises = address is None and config.autoscaling.mode in ADVISING
+    if url is None or (address is None and not advises):
         key = "redis.url" if url is None else "ray.address"
-        raise ConfigError(f"{key} must be given: a controller that runs alone starts neither Redis nor Ray", key=key)
+        needed = (
+            ""
+            if url is None
+            else f", unless autoscaling.mode is {' or '.join(ADVISING)} (it is {config.autoscaling.mode})"
+        )
+        raise ConfigError(
+            f"{key} must be given{needed}: a controller that runs alone starts neither Redis nor Ray", key=key
+        )
     async with (
         control_state(config.name, url) as state,
         watching(config, url, api_keys) as console,
@@ -59,13 +75,20 @@ async def keep(
     ):
         with contextlib.closing(console):
             deadline = asyncio.get_running_loop().time() + patience_seconds
-            await _patiently(lambda: _desire(state, config), deadline, say)
-            await _keep_there(config, url, address, deadline, connected, say)
+            if address is None:
+                await _patiently(lambda: _serves(state.has_leader()), deadline, say)
+                connected()
+                clock = SystemClock()
+                scaler = Autoscaler(config, state.store, clock, worker_prefix)
+                await Advisor(config, state, clock, scaler, worker_prefix).run()
+            else:
+                await _patiently(lambda: _serves(state.configure(configured(config, trusted=True))), deadline, say)
+                await _keep_there(config, url, address, deadline, connected, say)
 
 
-async def _desire(state: ControlState, config: ClusterConfig) -> None:
+async def _serves(call: Awaitable[object]) -> None:
     try:
-        await state.configure(configured(config, trusted=True))
+        await call
     except StoreUnavailable as error:
         raise Unavailable(f"redis.url: nothing serves there: {error.message}") from error
 

@@ -227,6 +227,14 @@ def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) ->
     return actions
 
 
+def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
+    """The changes of roles alone, where others start workers and end them."""
+    found: list[SetRole] = []
+    for pool, target in sorted(desired.pools.items()):
+        found += _flips([worker for worker in workers if worker.pool == pool], target)
+    return found
+
+
 def _flips(kept: list[ObservedWorker], target: DesiredPool) -> Iterator[SetRole]:
     """Workers start in their pool's own role. Who is lent already stays so; others go by the highest index, and come back
     by the lowest."""

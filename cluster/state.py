@@ -59,6 +59,21 @@ class WorkerRecord:
     metrics_address: str = ""
     reason: str = ""
 
+    @classmethod
+    def of(cls, seen: ObservedWorker, now: float, address: str, metrics_address: str = "") -> "WorkerRecord":
+        return cls(
+            seen.worker_id,
+            seen.pool,
+            seen.generation,
+            seen.role.value,
+            str(seen.layout),
+            seen.phase.value,
+            now - seen.since,
+            address,
+            metrics_address,
+            seen.reason,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:

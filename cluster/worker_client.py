@@ -122,3 +122,12 @@ class WorkerClient:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise WorkerLost(f"{self._address} did not answer: {error.details()}") from error
             raise InternalError(f"{self._address} answered {error.code().name}: {error.details()}") from error
+
+
+async def described(address: str) -> WorkerReport | None:
+    """What the worker at this address says of itself; None when it does not answer."""
+    try:
+        async with WorkerClient(address) as client:
+            return await client.describe()
+    except (WorkerLost, InternalError):
+        return None

@@ -1,4 +1,4 @@
-"""`headrace controller`: a controller on a Ray cluster that others run, as in Kubernetes."""
+"""`headrace controller`: a controller of what others run, a Ray cluster or the workers themselves, as in Kubernetes."""
 
 import asyncio
 import os
@@ -19,6 +19,11 @@ from router.keyring import read_keys
 @click.argument("config", type=click.Path(path_type=pathlib.Path), default="headrace.yaml")
 @click.option("--redis-url", help="Instead of redis.url of the configuration.")
 @click.option("--ray-address", help="Instead of ray.address of the configuration.")
+@click.option(
+    "--worker-prefix",
+    default="",
+    help="Without Ray: what workers' ids begin with, before POOL-INDEX; a StatefulSet names its pods so.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where it answers over HTTP.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
 @click.option(
@@ -32,6 +37,7 @@ def command(
     config: pathlib.Path,
     redis_url: str | None,
     ray_address: str | None,
+    worker_prefix: str,
     host: str,
     http_port: int,
     api_keys_file: pathlib.Path | None,
@@ -40,8 +46,10 @@ def command(
 ) -> None:
     """Keep the controller of the cluster that CONFIG describes on its Ray cluster, until SIGTERM.
 
-    What CONFIG says of pools becomes what is desired, where it says something else than last time. Workers, routers and
-    Redis are started and ended by others, and serve on when this ends. Beside it, `headrace status`, `why`, `chat` and
+    What CONFIG says of pools becomes what is desired, where it says something else than last time. Without Ray, where
+    `autoscaling.mode` is external (or dry-run), it sees workers by their leases, flips their roles (or does not), and says
+    how many each pool should have (/metrics, `headrace autoscale`); it starts and ends none. Workers, routers and Redis are
+    started and ended by others, and serve on when this ends. Beside it, `headrace status`, `why`, `chat` and
     `generate` find the cluster. HTTP: /health, /ready (a controller leads), /metrics (sizes of pools), /targets (where
     workers' metrics are, for Prometheus' HTTP service discovery), /console/ (the operator's page).
     """
@@ -62,17 +70,26 @@ def command(
         tls=remembered(cluster.router.tls),
         console_url=f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http_port}{PATH}",
     )
-    asyncio.run(_keep(cluster.model_copy(update={"redis": redis, "ray": ray}), session, host, http_port, keys))
+    cluster = cluster.model_copy(update={"redis": redis, "ray": ray})
+    asyncio.run(_keep(cluster, session, host, http_port, keys, worker_prefix))
 
 
-async def _keep(config: ClusterConfig, session: Session, host: str, port: int, keys: tuple[str, ...]) -> None:
+async def _keep(
+    config: ClusterConfig, session: Session, host: str, port: int, keys: tuple[str, ...], worker_prefix: str
+) -> None:
     """Until a signal asks for the end. The session is there for as long as this runs."""
     signals = Signals(lambda step: None)
     folder = SessionFolder(config.name)
     with folder.owned():
         folder.write(session)
         try:
-            await keeper.keep(config, host, port, api_keys=keys, connected=signals.install, say=_say_waiting)
+            await keeper.keep(
+                *(config, host, port),
+                api_keys=keys,
+                connected=signals.install,
+                say=_say_waiting,
+                worker_prefix=worker_prefix,
+            )
         except asyncio.CancelledError:
             if signals.received is None:
                 raise

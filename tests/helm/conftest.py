@@ -55,6 +55,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "hpa": (
         "keda-statefulset",
         "autoscaling.kind=hpa",
+        "autoscaling.follow=pressure",
         "router.autoscaling.kind=hpa",
         "redis.external.existingSecret=r",
         "config.tracing.otlp_endpoint=grpc://collector.monitoring:4317",

@@ -87,6 +87,7 @@ def test_case_68_every_command_line_is_one_that_its_process_takes(
                     seen.add(name_)
     assert "router" in seen
     assert seen >= ({"controller", "drain"} if of_kind(manifests, "RayCluster") else {"workers"})
+    assert ("controller" in seen) == (config.autoscaling.mode == "external" or "workers" not in seen)
 
 
 def check_worker(spec: Any, pool_name: str, config: ClusterConfig) -> None:

@@ -245,6 +245,30 @@ def test_a_scaler_and_a_number_of_replicas_are_never_given_both(manifests: list[
         assert ("replicas" in manifest["spec"]) != ((manifest["kind"], manifest["metadata"]["name"]) in scaled)
 
 
+@pytest.mark.parametrize(
+    ("settings", "follows"),
+    [
+        ((), ("AverageValue", 'headrace_pool_advised_workers{release="llm.hr-headrace",pool="decode"}')),
+        (
+            ("autoscaling.follow=pressure",),
+            ("Value", 'headrace_pool_pressure{release="llm.hr-headrace",pool="decode"}'),
+        ),
+    ],
+)
+def test_stateful_sets_are_scaled_by_advice_or_pressure_beside_a_controller_that_advises(
+    settings: tuple[str, ...], follows: tuple[str, str]
+) -> None:
+    manifests = rendered(example("keda-statefulset"), *settings)
+    (trigger,) = named(manifests, "ScaledObject", "hr-headrace-decode")["spec"]["triggers"]
+    assert (trigger["metricType"], trigger["metadata"]["query"]) == follows
+    config = parse(named(manifests, "ConfigMap", "hr-headrace")["data"]["headrace.yaml"])
+    assert (config.autoscaling.mode, config.pools["decode"].bounds) == ("external", (2, 8))
+    (controller,) = pod_templates(manifests)["Deployment/hr-headrace-controller"]["spec"]["containers"]
+    assert "--worker-prefix=hr-headrace-" in controller["args"]
+    assert not [word for word in controller["args"] if word.startswith("--ray-address")]
+    assert named(manifests, "ServiceMonitor", "hr-headrace-controller"), "or nobody scrapes the advice"
+
+
 def test_pods_without_a_token_of_ray_say_so(manifests: list[Manifest]) -> None:
     open_cluster = rendered(example("cpu"), "ray.auth.enabled=false")
     templates = {name: t for name, t in pod_templates(open_cluster).items() if name.startswith("RayCluster/")}

@@ -41,6 +41,11 @@ WRONG = {
         ["autoscaling.dryRun=true"],
         "at '/autoscaling/dry",
     ),
+    "advice that nothing follows from": (
+        "keda-statefulset",
+        ["config.autoscaling.service_class=null"],
+        'must name one of config.service_classes, got ""',
+    ),
     "two who bring pods": ("cpu", ["autoscaling.mode=external"], "at '/autoscaling/mode'"),
     "no Redis": ("cpu", ["redis.mode=external"], "at '/redis/external'"),
     "a Redis by another scheme": ("cpu", ["redis.external.url=http://h"], "at '/redis/external/url'"),

@@ -16,8 +16,8 @@
   {{- end -}}
 {{- end -}}
 {{- $class := dig "autoscaling" "service_class" (dig "admission" "service_class" "" .Values.config) .Values.config -}}
-{{- if and (or (eq .Values.autoscaling.mode "controller") .Values.autoscaling.dryRun) (not (hasKey (.Values.config.service_classes | default dict) ($class | default ""))) -}}
-  {{- fail (printf "config.autoscaling.service_class: must name one of config.service_classes, got %q: the controller sizes pools for its targets" ($class | default "")) -}}
+{{- if and (or (ne .Values.autoscaling.mode "off") .Values.autoscaling.dryRun) (not (hasKey (.Values.config.service_classes | default dict) ($class | default ""))) -}}
+  {{- fail (printf "config.autoscaling.service_class: must name one of config.service_classes, got %q: pools are sized, or their sizes advised, for its targets" ($class | default "")) -}}
 {{- end -}}
 {{- if not (or (hasKey $roles "decode") (hasKey $roles "unified")) -}}
   {{- fail "pools: at least one pool must decode (role decode or unified)" -}}

@@ -58,6 +58,9 @@ labels:
 {{/* How GPUs of two pods are joined. */}}
 {{- define "headrace.links" -}}{{ ternary "RDMA (NIXL), else NCCL," "NCCL" (dig "handoff" "rdma" false .Values.config) }}{{- end -}}
 
+{{/* "true" where there is a controller: Ray's, or one that flips roles and advises whoever scales StatefulSets. */}}
+{{- define "headrace.controlled" -}}{{ if or (eq .Values.runtime "ray") (eq .Values.autoscaling.mode "external") }}true{{ end }}{{- end -}}
+
 {{- define "headrace.cluster" -}}{{ .Values.config.name | default (include "headrace.name" .) }}{{- end -}}
 
 {{/* The one headrace.yaml, as JSON (which is YAML): Helm would write large numbers with an exponent. */}}
@@ -70,7 +73,7 @@ labels:
   {{- if and (eq $root.Values.runtime "ray") (eq $root.Values.topology "perPool") -}}
     {{- $_ := set $own "rank_resources" (dict (ternary "GPU" "CPU" (eq (include "headrace.device" $root) "cuda")) 1 (printf "pool-%s" $name) 1) -}}
   {{- end -}}
-  {{- if eq $root.Values.autoscaling.mode "controller" -}}
+  {{- if ne $root.Values.autoscaling.mode "off" -}}
     {{- with $pool.autoscaling -}}
       {{- $_ := set $own "min_replicas" .min -}}
       {{- $_ := set $own "max_replicas" .max -}}
@@ -82,8 +85,7 @@ labels:
 {{- $_ := set $config "model" (include "headrace.modelFolder" .) -}}
 {{- $_ := set $config "served_model_name" (.Values.model.servedName | default (.Values.model.source | trimSuffix "/" | base)) -}}
 {{- $_ := set $config "pools" $pools -}}
-{{- /* With `external` there is no controller: HPA or KEDA need no model of the load. */ -}}
-{{- $mode := ternary "controller" (ternary "dry-run" "fixed" .Values.autoscaling.dryRun) (eq .Values.autoscaling.mode "controller") -}}
+{{- $mode := ternary (ternary "dry-run" "fixed" .Values.autoscaling.dryRun) .Values.autoscaling.mode (eq .Values.autoscaling.mode "off") -}}
 {{- $_ := set $config "autoscaling" (merge (dict "mode" $mode) (.Values.config.autoscaling | default dict)) -}}
 {{- $router := dict "host" "0.0.0.0" "http_port" .Values.router.httpPort "grpc_port" .Values.router.grpcPort -}}
 {{- with .Values.router.tls -}}
