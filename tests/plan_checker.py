@@ -200,8 +200,8 @@ class PlanChecker:
 
 
 class CheckedWorker:
-    """A scheduler and the executor that checks it: an engine without time. With `overlap` a plan is made before the
-    result of the one before it is applied. Outputs are collected by request and sample, and checked as they come."""
+    """A scheduler and the executor that checks it: an engine without time. With `overlap` so many plans are in flight as
+    the limits let be, otherwise one. Outputs are collected by request and sample, and checked as they come."""
 
     def __init__(
         self,
@@ -217,7 +217,6 @@ class CheckedWorker:
         **limits: float,
     ) -> None:
         self.model = model or FakeModel()
-        self.overlap = overlap
         self.ledger = BlockLedger(num_blocks, block_size)
         self.limits = SchedulerLimits(
             max_num_seqs,
@@ -241,13 +240,18 @@ class CheckedWorker:
             num_blocks,
             block_size,
             max_num_seqs=max_num_seqs,
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=self.limits.plan_tokens,
             ledger=self.ledger,
         )
+        self.most_in_flight = self.limits.plans_in_flight if overlap else 1
         self.flights: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.ahead: list[ChunkDone] = []
         self.outputs: dict[tuple[RequestKey, int], list[SequenceOutput]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.flights) >= self.most_in_flight
 
     def launch(self, now: float = 0.0) -> StepPlan | None:
         plan = self.scheduler.schedule(now)
@@ -273,8 +277,8 @@ class CheckedWorker:
 
     def turn(self, now: float = 0.0) -> StepEvents:
         """One turn of the engine's loop: at most one plan made, and a result taken when it is time to."""
-        plan = self.launch(now) if len(self.flights) < 2 else None
-        if self.flights and (plan is None or not self.overlap or len(self.flights) == 2):
+        plan = None if self.is_full else self.launch(now)
+        if self.flights and (plan is None or self.is_full):
             return self.land(now)
         return StepEvents()
 
@@ -282,10 +286,10 @@ class CheckedWorker:
         """Turns until nothing can be computed any more."""
         events: list[StepEvents] = []
         for _ in range(max_turns):
-            plan = self.launch(now) if len(self.flights) < 2 else None
+            plan = None if self.is_full else self.launch(now)
             if plan is None and not self.flights:
                 return events
-            if plan is None or not self.overlap or len(self.flights) == 2:
+            if plan is None or self.is_full:
                 events.append(self.land(now))
         raise AssertionError(f"no end after {max_turns} turns")
 

@@ -43,11 +43,19 @@ class World:
     samples are stopped in the middle, as by a stop string that their reader met."""
 
     def __init__(
-        self, seed: int, *, overlap: bool, calm: bool = False, pressed: bool = False, stopping: bool = False
+        self,
+        seed: int,
+        *,
+        overlap: bool,
+        calm: bool = False,
+        pressed: bool = False,
+        stopping: bool = False,
+        num_micro_batches: int = 1,
     ) -> None:
         self.random = random = Random(seed)
         self.calm = calm
         self.pressed = pressed
+        self.num_micro_batches = num_micro_batches
         self.stopping = stopping
         self.stopped: set[tuple[RequestKey, int]] = set()
         self.now = 0.0
@@ -75,6 +83,7 @@ class World:
             max_pinned_fraction=random.choice([0.3, 0.6, 1.0]),
             max_peer_pinned_fraction=random.choice([0.2, 1.0]),
             max_bypass=random.choice([1, 4]),
+            num_micro_batches=self.num_micro_batches,
             overlap=overlap,
         )
 

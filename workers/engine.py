@@ -3,7 +3,8 @@
     schedule → run → postprocess
 
 The overlapped loop keeps one step ahead: plan k+1 is made and handed over while plan k computes, so that the ranks
-never wait for bookkeeping: at once, or, launching late, shortly before plan k ends (scheduling.pacing). The plain loop
+never wait for bookkeeping: at once, or, launching late, shortly before plan k ends (scheduling.pacing). With several
+pipeline stages a plan for each is under way, of rows of its own (scheduling.turns). The plain loop
 does the same without overlap, and is its specification.
 
 Everything here belongs to one event loop. Whoever changes the scheduler through `engine.scheduler` calls
@@ -128,7 +129,7 @@ class Engine:
     async def _run_overlapped(self, listener: Listener) -> None:
         flights: deque[_Flight] = deque()
         while True:
-            while len(flights) < 2:
+            while len(flights) < self.scheduler.limits.plans_in_flight:
                 if self._pacing is not None and flights:
                     await self._hold(self._pacing, flights[0])
                 began = self.clock.now()

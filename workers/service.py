@@ -371,6 +371,7 @@ def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Sch
         max_pinned_fraction=handoff.max_pinned_fraction,
         max_peer_pinned_fraction=PEER_SHARE * handoff.max_pinned_fraction,
         claim_fraction=handoff.claim_fraction,
+        num_micro_batches=spec.num_micro_batches,
     )
 
     return Scheduler(

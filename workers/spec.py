@@ -35,3 +35,10 @@ class WorkerSpec:
     log_format: str = "text"
     rendezvous_token: str = ""
     revision: str = STABLE
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Plans at once beside the one ahead."""
+        if not self.engine.overlap:
+            return 1
+        return self.engine.micro_batches or self.layout.pp

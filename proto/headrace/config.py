@@ -78,6 +78,13 @@ class EngineConfig(_Section):
         description="behind a step of decodes the next is launched shortly before its end, not one step ahead: what "
         "becomes runnable meanwhile joins it. For decode pools; of no effect with several pipeline stages",
     )
+    micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="plans at once over a worker's pipeline stages, of different sequences, which share max_step_tokens; "
+        "null: as many as stages",
+    )
     stall_seconds: float = Field(
         default=30.0, gt=0, le=3600, description="work without a finished step for so long makes a worker NOT_SERVING"
     )

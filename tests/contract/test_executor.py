@@ -118,9 +118,11 @@ def test_says_what_it_is(workers: Workers, layout: ParallelLayout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_plans_are_carried_out_in_order_two_in_flight(workers: Workers, layout: ParallelLayout) -> None:
+def test_plans_are_carried_out_in_order_one_more_in_flight_than_stages(
+    workers: Workers, layout: ParallelLayout
+) -> None:
     worker = workers[layout][0]
-    flying = [worker.executor.step(worker.plan(range(3), (0,))) for _ in range(2)]
+    flying = [worker.executor.step(worker.plan(range(3), (0,))) for _ in range(1 + layout.pp)]
     results = []
     for _ in range(20):
         results.append(flying.pop(0).result(20))
@@ -131,10 +133,10 @@ def test_plans_are_carried_out_in_order_two_in_flight(workers: Workers, layout: 
     assert all(result.seconds > 0 for result in results)
 
 
-def test_a_third_plan_in_flight_is_refused(workers: Workers) -> None:
+def test_a_plan_more_in_flight_is_refused(workers: Workers) -> None:
     worker = workers[ParallelLayout(2, 2)][0]
-    long = [worker.executor.step(worker.plan(range(128), tuple(range(16)))) for _ in range(2)]
-    with pytest.raises(ValueError, match="at most 2 steps"):
+    long = [worker.executor.step(worker.plan(range(128), tuple(range(16)))) for _ in range(3)]
+    with pytest.raises(ValueError, match="at most 3 steps"):
         worker.executor.step(worker.plan(range(1), (0,)))
     for future in long:
         future.result(20)

@@ -8,7 +8,7 @@ import torch
 from headrace.config import EngineConfig
 from headrace.values import ParallelLayout, Role
 from kernels.tuning import tuning_of
-from tests.determinism import NUM_TOKENS, Answers, alone_and_together
+from tests.determinism import NUM_TOKENS, Answers, alone_and_together, at_once
 from tests.tiny import make_variant
 from tests.unit.kernels.fixed_checks import check_fixed_attention, check_fixed_linear
 from workers.models.checkpoint import Checkpoint
@@ -61,7 +61,7 @@ def test_an_answer_does_not_depend_on_who_is_in_the_batch(tmp_path: pathlib.Path
     folder = make_variant(tmp_path, name, max_position_embeddings=1024)
     context = form(ParallelLayout(), 0, None, device=CUDA)
     runner = Runner(Checkpoint.open(folder), context.layout, 0, ENGINE, context)
-    same(alone_and_together(runner.run, ENGINE, LENGTHS))
+    same(alone_and_together(at_once(runner.run), ENGINE, LENGTHS))
 
 
 @pytest.mark.gpu2
@@ -71,6 +71,6 @@ def test_nor_on_two_ranks(tmp_path: pathlib.Path, layout: ParallelLayout) -> Non
     folder = make_variant(tmp_path, "llama", max_position_embeddings=1024)
     executor = build_executor(WorkerSpec("w", 1, Role.UNIFIED, str(folder), layout, ENGINE))
     try:
-        same(alone_and_together(lambda plan: executor.step(plan).result(60), ENGINE, LENGTHS))
+        same(alone_and_together(executor.step, ENGINE, LENGTHS, layout.pp))
     finally:
         executor.close()

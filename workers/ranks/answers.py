@@ -14,8 +14,6 @@ from headrace.errors import HeadraceError, InternalError, WorkerLost
 from workers.ranks.messages import Ready, Stepped
 from workers.scheduling.plan import StepResult
 
-MAX_STEPS_IN_FLIGHT = 2
-
 T = TypeVar("T")
 
 
@@ -43,12 +41,13 @@ class _Task:
 class Answers:
     """Owned by one executor, called from its threads: `_lock` guards all that changes, futures complete outside it.
 
-    After lose() every question is answered with WorkerLost at once. `progress` is when the ranks last ended a step, or
-    began one with none before it.
+    At most `most_steps` are in flight. After lose() every question is answered with WorkerLost at once. `progress` is when
+    the ranks last ended a step, or began one with none before it.
     """
 
-    def __init__(self, ranks: frozenset[int]) -> None:
+    def __init__(self, ranks: frozenset[int], most_steps: int) -> None:
         self._ranks = ranks
+        self._most_steps = most_steps
         self._lock = threading.Lock()
         self._flights: dict[int, _Flight] = {}
         self._tasks: dict[int, _Task] = {}
@@ -65,8 +64,8 @@ class Answers:
         with self._lock:
             lost = self.lost
             if lost is None:
-                if len(self._flights) == MAX_STEPS_IN_FLIGHT:
-                    raise ValueError(f"at most {MAX_STEPS_IN_FLIGHT} steps may be in flight, plan {number} is more")
+                if len(self._flights) == self._most_steps:
+                    raise ValueError(f"at most {self._most_steps} steps may be in flight, plan {number} is more")
                 if not self._flights:
                     self.progress = now
                 self._flights[number] = _Flight(future, set(self._ranks))

@@ -75,7 +75,7 @@ class RankExecutor:
         self._children = children
         self._ranks = frozenset(range(spec.layout.world_size))
         self._rank0: Rank | None = None
-        self._answers = Answers(self._ranks)
+        self._answers = Answers(self._ranks, spec.num_micro_batches + 1)
         self._failed: Future[Exception] = Future()
         self._closing = threading.Lock()
         self._closed = False

@@ -21,14 +21,13 @@ LAST_DRAWN = -1  # stands among token ids for what the row drew last
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model computes in a step. Of the batch's decode rows, `rows_W` leading, those that `has_late` speaks of
-    compute what they drew last, which Rows.fill_late puts in place. `sample_at`: the last token of every row that draws,
+    """What the model computes in a step. Of the batch's decode rows, `rows_W` leading, the late ones compute what they drew
+    last, which Rows.fill_late puts in place. `sample_at`: the last token of every row that draws,
     and `sample_rows` these rows."""
 
     token_ids_T: Tensor
     batch: AttentionBatch
     rows_W: Tensor
-    has_late: bool
     sample_at: Tensor
     sample_rows: Tensor
 
@@ -190,8 +189,7 @@ class Rows:
             max_context=max_context,
             prefill_lengths=tuple((item.num_tokens, item.start + item.num_tokens) for item in work[plan.num_decodes :]),
         )
-        has_late = any(item.token_ids is None for item in work[: plan.num_decodes])
-        return StepInputs(token_ids_T, batch, rows_W[: plan.num_decodes], has_late, sample_at, sample_rows)
+        return StepInputs(token_ids_T, batch, rows_W[: plan.num_decodes], sample_at, sample_rows)
 
     def prompt_inputs(self, plan: StepPlan, shape: PromptShape) -> PromptInputs:
         """The same for a step that is padded to `shape`."""
@@ -237,6 +235,11 @@ class Rows:
             numbers = np.concatenate([np.array(blocks, dtype=np.int32) for _, blocks in changed])
             where, blocks_there = to_device(self._device, [np.concatenate(places), numbers])
             self.tables.view(-1)[where] = blocks_there
+
+
+def late_rows(plan: StepPlan) -> list[int]:
+    """Those that compute what they drew last."""
+    return [item.row for item in plan.work[: plan.num_decodes] if item.token_ids is None]
 
 
 def _token_ids(work: tuple[RowWork, ...], num_tokens: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":

@@ -31,7 +31,7 @@ from workers.ranks.graphs import DecodeGraphs, GraphMemory
 from workers.ranks.prompt_graphs import PromptGraphs
 from workers.ranks.rank_runner import Launched, UnderWay
 from workers.ranks.returning import Returning
-from workers.ranks.rows import PromptInputs, Rows, StepInputs
+from workers.ranks.rows import PromptInputs, Rows, StepInputs, late_rows
 from workers.ranks.sampler import Draw, Drawn, Sampler
 from workers.ranks.staging import to_device
 from workers.ranks.starting import Phases, weights_progress
@@ -216,7 +216,7 @@ class Runner:
         if self._passing is not None:  # the graph fills what that is being sent from
             self._passing[1].wait()
         if self._context.is_first_stage:
-            self._returning.collect()
+            self._returning.collect(late_rows(plan))
         else:
             self._context.receive(graphs.entering(inputs.num_rows), self._context.stage - 1).wait()
         leaving = graphs.replay(inputs)
@@ -228,7 +228,7 @@ class Runner:
     def _launch_eagerly(self, plan: StepPlan) -> Launched:
         """Every kernel by a launch of its own."""
         inputs = self._rows.inputs(plan)
-        residual_TD = self._forward(inputs)
+        residual_TD = self._forward(plan, inputs)
         self.pool.wrote(plan.number)
         if self._context.is_last_stage:
             return self._draw_at(plan, residual_TD, inputs)
@@ -237,7 +237,7 @@ class Runner:
     def _leave(self, plan: StepPlan, residual_TD: Tensor, sample_rows: Tensor) -> Launched:
         """A stage that another follows: the residual stream goes on, and what it draws will come back."""
         self._pass_on(residual_TD)
-        self._returning.expect(sample_rows)
+        self._returning.expect([item.row for item in plan.work if item.num_samples], sample_rows)
         return self._answer(plan, None)
 
     def _draw_at(self, plan: StepPlan, residual_TD: Tensor, inputs: StepInputs | PromptInputs) -> Launched:
@@ -275,15 +275,15 @@ class Runner:
         for start in plan.starts:
             self._rows.start(start.row)
             if start.output_ids:
-                self._returning.collect()
+                self._returning.collect((start.row,))
                 self._rows.resume(start.row, start.output_ids[-1])
             if self._sampler is not None:
                 self._sampler.start(start)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream that this stage ends with."""
-        if self._context.is_first_stage and inputs.has_late:
-            self._returning.collect()
+        if self._context.is_first_stage and (late := late_rows(plan)):
+            self._returning.collect(late)
             self._rows.fill_late(inputs.token_ids_T, inputs.rows_W)
         return self._model.forward(self._enter(inputs), self.pool.tensor, inputs.batch)
 

@@ -13,6 +13,7 @@ from workers.scheduling.outcomes import ChunkDone, FirstToken, SchedulerLimits, 
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.scheduling.running import Fit, Flight, Running, age, held
 from workers.scheduling.sequence import Kind, RequestState, Sequence, Stage, num_blocks_for
+from workers.scheduling.turns import num_groups, whose_turn
 
 # One a row and step: past the field-by-field constructor of a named tuple.
 _row_work = tuple.__new__
@@ -38,13 +39,14 @@ class Batch:
         self._sequences: list[Sequence] = []
         self._starts: list[RowStart] = []
         self._num_decodes = 0
+        self._num_turns = 1
 
     # -- a plan, pass by pass
 
     def begin(self) -> None:
-        if len(self._running.flights) > 1:
-            raise InternalError("at most one plan may be in flight when the next is made")
-        self._budget = self._limits.max_step_tokens
+        if len(self._running.flights) >= self._limits.plans_in_flight:
+            raise InternalError(f"{self._limits.plans_in_flight} plans are in flight, and no more may be")
+        self._budget = self._limits.plan_tokens
         self._work = []
         self._sequences = []
         self._starts = []
@@ -54,7 +56,7 @@ class Batch:
         """One token of every running sequence whose next token is not sure to be its last."""
         work, sequences = self._work, self._sequences
         running = Stage.RUNNING
-        for seq in tuple(self._running.decoding):
+        for seq in self._turn():
             position = seq.num_scheduled
             if position >= seq.end_position or seq.stage is not running:
                 continue
@@ -70,6 +72,14 @@ class Batch:
             sequences.append(seq)
         self._num_decodes = len(work)
         self._budget -= len(work)
+
+    def _turn(self) -> SequenceOf[Sequence]:
+        decoding, flights, number = self._running.decoding, self._running.flights, self._number + 1
+        num_sequences = len(decoding) + len(self._running.prefilling) + len(self._running.arrived)
+        self._num_turns = num_groups(self._limits.num_micro_batches, num_sequences)
+        if self._num_turns == self._limits.num_micro_batches == 1:
+            return tuple(decoding)
+        return whose_turn(decoding, number, flights[0].number if flights else number, self._num_turns)
 
     def join_arrived(self) -> None:
         """Sequences whose blocks came from a peer, before any prompt."""
@@ -142,6 +152,9 @@ class Batch:
         if not self._work:
             return None
         self._number += 1
+        if self._limits.num_micro_batches > 1:
+            for seq in self._sequences:
+                seq.planned = self._number
         running, copies = self._running, tuple(self._running.copies.values())
         guards = [guard for _, _, guard in copies]
         running.flights.append(Flight(self._number, self._sequences, self._work, self._num_decodes, guards))
@@ -153,6 +166,7 @@ class Batch:
             tuple(running.ends),
             self._ledger.drain_fresh(),
             tuple([(source, target) for source, target, _ in copies]) if copies else (),
+            self._num_turns,
         )
         if running.ends:
             running.ends = []

@@ -10,7 +10,8 @@ from headrace.values import RequestKey, SequenceOutput, TokenLogprobs
 class SchedulerLimits:
     """Counts, and times in seconds. `max_waiting` bounds the backlog (beyond it: Overloaded).
 
-    No more than min(max_num_seqs, max_step_tokens) sequences run: each gets its token in every step.
+    No more than min(max_num_seqs, max_step_tokens) sequences run: each gets its token in every step, or in its turn.
+    `num_micro_batches` plans at once fill the stages of a pipeline: rows take turns in them, and share `max_step_tokens`.
     `max_pinned_fraction` bounds the blocks of running and pinned tickets, `max_peer_pinned_fraction` those of one peer;
     `claim_fraction` what hand-offs may be promised beside what is held. `max_bypass`: so many later requests may start
     before one that waits, then it is next.
@@ -25,9 +26,10 @@ class SchedulerLimits:
     max_peer_pinned_fraction: float = 0.5
     claim_fraction: float = 0.9
     max_bypass: int = 16
+    num_micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_step_tokens", "max_waiting", "max_bypass"):
+        for name in ("max_num_seqs", "max_step_tokens", "max_waiting", "max_bypass", "num_micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError.out_of_range(name, getattr(self, name), "at least 1")
         if self.max_context_tokens < 2:
@@ -35,6 +37,16 @@ class SchedulerLimits:
         for name in ("max_pinned_fraction", "max_peer_pinned_fraction", "claim_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError.out_of_range(name, getattr(self, name), "above 0 and at most 1")
+
+    @property
+    def plans_in_flight(self) -> int:
+        """The most: one for each stage, and one ahead."""
+        return self.num_micro_batches + 1
+
+    @property
+    def plan_tokens(self) -> int:
+        """The most of one plan."""
+        return -(-self.max_step_tokens // self.num_micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ in any number of plans, and ends when a plan names it in `ends`. The scheduler o
 
 One step ahead. Plan k+1 may be made before the result of plan k is known: RowWork.token_ids is then None, which means
 "the token this row sampled last". What a sequence that ended in step k computes in step k+1 is thrown away by the
-scheduler, and its row and blocks are given up only in a plan after that.
+scheduler, and its row and blocks are given up only in a plan after that. With several pipeline stages so many plans more
+are in flight, of other rows.
 
 Pure values; no torch.
 """
@@ -52,7 +53,8 @@ class StepPlan:
 
     fresh: (block, epoch) for every block that changed hands since the last plan: each rank sets the pool's epoch word
     before it writes the block. copies: (source, target) blocks, copied whole before anything computes (a partly filled
-    prompt block shared by n samples). `num_decodes` of the leading rows in `work` compute exactly one token.
+    prompt block shared by n samples). `num_decodes` of the leading rows in `work` compute exactly one token. In
+    `num_turns` plans like this one every row that decodes has its turn.
     """
 
     number: int
@@ -62,6 +64,7 @@ class StepPlan:
     ends: tuple[int, ...] = ()
     fresh: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    num_turns: int = 1
 
     @property
     def num_tokens(self) -> int:

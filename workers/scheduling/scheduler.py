@@ -12,11 +12,11 @@ A request is one of three things here:
                       with the plan that fills them, and apply() tells the end alone. Its blocks are then pinned until
                       release(), or until expire() finds the pin's deadline passed.
 
-Every way out ends in the ledger's release, once. What is in flight (one step ahead) is freed only after its step.
+Every way out ends in the ledger's release, once. What is in flight is freed only after the last plan that has it.
 
 The parts: `sequence` (one request, one sample), `admission` and `backlog` (who comes in, who waits, who starts),
 `incoming` (hand-offs to here), `adopting` (blocks offered with a ticket), `running` (rows and blocks of what runs),
-`batch` (plans and their results), `outcomes` (what comes out), `blocks` (the ledger).
+`batch` (plans and their results; `turns`: whose rows, in a pipeline), `outcomes` (what comes out), `blocks` (the ledger).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,7 +105,7 @@ class Scheduler:
     # -- ways out
 
     def cancel(self, key: RequestKey, now: float) -> bool:
-        """Ends a request in any state; False when it is not here. Its blocks are free after the step in flight."""
+        """Ends a request in any state; False when it is not here. Its blocks are free after the steps in flight."""
         state = self._requests.get(key)
         if state is None:
             return False
@@ -166,7 +166,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nothing can be computed until something changes (a result, a new request, a
-        release, an arrival, a deadline). May be called while one earlier plan is in flight."""
+        release, an arrival, a deadline). May be called while fewer than limits.plans_in_flight earlier ones are in
+        flight."""
         batch = self._batch
         while True:
             batch.begin()

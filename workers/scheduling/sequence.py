@@ -190,7 +190,7 @@ class Sequence:
     `num_computed`: those of the prompt (or of all that is computed again) whose KV is final; while it decodes it is
     brought up to date only when a block fills. `num_sent` blocks of the table are known to the row; `row` means
     something while RUNNING, and while a plan in flight may still use it. `reserved` blocks are promised to its known
-    tokens and not yet allocated.
+    tokens and not yet allocated. `planned`: the last plan that it is in, noted where there are micro-batches.
 
     Three marks keep the decode loops short: at position `fill_at` the row needs a block (or is not begun), position
     `end_position` is never computed, and the `event_at`th token fills a block or is the last.
@@ -210,6 +210,7 @@ class Sequence:
         "num_scheduled",
         "num_sent",
         "outputs",
+        "planned",
         "reserved",
         "row",
         "row_started",
@@ -232,6 +233,7 @@ class Sequence:
         self.spare_rows: list[int] = []
         self.holding: Holding | None = None
         self.reserved = 0
+        self.planned = 0
         self.stop_ids = state.stop_ids
         self.end_position = self.num_prompt + state.max_new_tokens - 1
         self.rewind()

@@ -23,7 +23,8 @@ class StepKind(StrEnum):
 
 @dataclass(slots=True)
 class StepWork:
-    """How much a plan computes. Contexts in tokens. Nobody changes one; not frozen, as one is made for every step."""
+    """How much a plan computes. Contexts in tokens. Of a decode step, in `num_turns` such all rows have their turn. Nobody
+    changes one; not frozen, as one is made for every step."""
 
     kind: StepKind
     num_sequences: int
@@ -31,6 +32,7 @@ class StepWork:
     prefill_tokens: int
     mean_prefill_context: float
     decode_context_tokens: int
+    num_turns: int = 1
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepWork":
@@ -38,7 +40,7 @@ class StepWork:
         prefills = plan.work[num_decodes:]
         contexts = sum([row.start for row in plan.work[:num_decodes]]) + num_decodes
         if not prefills:
-            return cls(StepKind.DECODE, num_decodes, 0, 0, 0.0, contexts)
+            return cls(StepKind.DECODE, num_decodes, 0, 0, 0.0, contexts, plan.num_turns)
         tokens = sum([row.num_tokens for row in prefills])
         weighted = sum([row.num_tokens * (row.start + row.num_tokens / 2) for row in prefills])
         return cls(
@@ -80,7 +82,8 @@ class StepFit:
         return self._fit.model
 
     def add(self, work: StepWork, seconds: float) -> None:
-        """Steps of one kind teach the fit; mixed ones cannot be told apart, and the first of a kind are warm-up."""
+        """Steps of one kind teach the fit; mixed ones cannot be told apart, and the first of a kind are warm-up. Of decode
+        steps it learns what a token of every row takes: all their turns."""
         if self._warm_up[work.kind]:
             self._warm_up[work.kind] -= 1
             return
@@ -88,7 +91,8 @@ class StepFit:
             case StepKind.PREFILL:
                 self._fit.add_prefill(work.prefill_tokens, work.mean_prefill_context, seconds)
             case StepKind.DECODE:
-                self._fit.add_decode(work.num_sequences, work.decode_context_tokens, seconds)
+                turns = work.num_turns
+                self._fit.add_decode(turns * work.num_sequences, turns * work.decode_context_tokens, turns * seconds)
             case StepKind.MIXED:
                 pass
 

@@ -11,7 +11,7 @@ RESULT = StepResult(1, (7,))
 
 
 def two_ranks() -> Answers:
-    return Answers(frozenset({0, 1}))
+    return Answers(frozenset({0, 1}), 2)
 
 
 def test_a_step_is_done_when_every_rank_has_done_it_and_took_as_long_as_the_slowest() -> None:

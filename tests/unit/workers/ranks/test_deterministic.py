@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.determinism import NUM_TOKENS, alone_and_together
+from tests.determinism import NUM_TOKENS, alone_and_together, at_once
 from tests.model_steps import ENGINE, alone
 from tests.tiny import make_variant
 from workers.models.checkpoint import Checkpoint
@@ -33,7 +33,7 @@ def runner_of(folder: pathlib.Path, context: RankContext) -> Runner:
 
 def test_an_answer_does_not_depend_on_who_is_in_the_batch(tmp_path: pathlib.Path) -> None:
     runner = runner_of(make_variant(tmp_path, "llama-biased"), alone())
-    by_itself, together = alone_and_together(runner.run, DETERMINISTIC, LENGTHS)
+    by_itself, together = alone_and_together(at_once(runner.run), DETERMINISTIC, LENGTHS)
     assert all(len(tokens) == NUM_TOKENS for tokens in by_itself.values())
     for found in together:
         assert found == by_itself

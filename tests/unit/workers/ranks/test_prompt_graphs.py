@@ -91,7 +91,7 @@ def test_a_padded_step_computes_what_the_step_does(steps: Steps, whole: bool) ->
         inputs = runner._rows.inputs(
             StepPlan(99, tuple(item._replace(new_blocks=()) for item in work), plan.num_decodes)
         )
-        expected = runner._forward(inputs)
+        expected = runner._forward(plan, inputs)
     assert torch.equal(padded.sample_at, inputs.sample_at)
     assert torch.equal(padded.sample_rows, inputs.sample_rows)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

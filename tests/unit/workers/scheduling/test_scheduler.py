@@ -14,25 +14,29 @@ from tests.unit.workers.scheduling.prompts import NO_EOS, prefilled, request
 from workers.scheduling.plan import RowWork
 from workers.scheduling.scheduler import SchedulerLimits
 
+STAGES = st.sampled_from([1, 1, 2, 3])
+
 # -- properties
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), overlap=st.booleans())
-@example(seed=5212, overlap=False).via("a sample that ends before the plan that makes its copy")
-@example(seed=1208, overlap=True).via("an arrival that preempts one behind it in the same pass")
-def test_whatever_happens_every_answer_is_the_models_and_every_block_comes_back(seed: int, overlap: bool) -> None:
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), stages=STAGES)
+@example(seed=5212, overlap=False, stages=1).via("a sample that ends before the plan that makes its copy")
+@example(seed=1208, overlap=True, stages=1).via("an arrival that preempts one behind it in the same pass")
+def test_whatever_happens_every_answer_is_the_models_and_every_block_comes_back(
+    seed: int, overlap: bool, stages: int
+) -> None:
     """Random prompts, hand-offs, reads, failures, cancels, deadlines, preemptions, cache resets on two small workers."""
-    world = World(seed, overlap=overlap)
+    world = World(seed, overlap=overlap, num_micro_batches=stages)
     world.live(120)
     world.settle()
     world.check()
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_with_nothing_going_wrong_every_request_is_answered(seed: int, overlap: bool) -> None:
-    world = World(seed, overlap=overlap, calm=True)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), stages=STAGES)
+def test_with_nothing_going_wrong_every_request_is_answered(seed: int, overlap: bool, stages: int) -> None:
+    world = World(seed, overlap=overlap, calm=True, num_micro_batches=stages)
     world.live(100)
     num_taken = len(world.local) + len(world.handoffs) + len(world.answered)
     world.settle()
@@ -41,18 +45,22 @@ def test_with_nothing_going_wrong_every_request_is_answered(seed: int, overlap: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), overlap=st.booleans(), calm=st.booleans())
-def test_pools_that_shrink_and_preemption_at_any_moment_change_no_answer(seed: int, overlap: bool, calm: bool) -> None:
-    world = World(seed, overlap=overlap, calm=calm, pressed=True)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), calm=st.booleans(), stages=STAGES)
+def test_pools_that_shrink_and_preemption_at_any_moment_change_no_answer(
+    seed: int, overlap: bool, calm: bool, stages: int
+) -> None:
+    world = World(seed, overlap=overlap, calm=calm, pressed=True, num_micro_batches=stages)
     world.live(120)
     world.settle()
     world.check()
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), overlap=st.booleans(), pressed=st.booleans())
-def test_samples_stopped_in_the_middle_change_no_other_answer(seed: int, overlap: bool, pressed: bool) -> None:
-    world = World(seed, overlap=overlap, pressed=pressed, stopping=True)
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), pressed=st.booleans(), stages=STAGES)
+def test_samples_stopped_in_the_middle_change_no_other_answer(
+    seed: int, overlap: bool, pressed: bool, stages: int
+) -> None:
+    world = World(seed, overlap=overlap, pressed=pressed, stopping=True, num_micro_batches=stages)
     world.live(200)
     world.settle()
     world.check()
