@@ -39,6 +39,5 @@ class WorkerSpec:
     @property
     def num_micro_batches(self) -> int:
         """Plans at once beside the one ahead."""
-        if not self.engine.overlap:
-            return 1
-        return self.engine.micro_batches or self.layout.pp
+        asked = self.engine.micro_batches if self.engine.overlap else 1
+        return min(asked or self.layout.pp, self.layout.pp)

@@ -83,7 +83,7 @@ class EngineConfig(_Section):
         ge=1,
         le=64,
         description="plans at once over a worker's pipeline stages, of different sequences, which share max_step_tokens; "
-        "null: as many as stages",
+        "null, and at most: as many as stages",
     )
     stall_seconds: float = Field(
         default=30.0, gt=0, le=3600, description="work without a finished step for so long makes a worker NOT_SERVING"
