@@ -22,7 +22,6 @@ def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Tra
         "operations (roofline scaling)"
         if gpu.is_measured
         else f"{gpu.name}: data sheet × what measured cards reach of theirs",
-        recorded(gpu),
         *traffic.assumptions,
         f"sized for {asked.headroom.traffic:g} × the peak, no pool busier than 90 %, and "
         f"{asked.headroom.spare_workers} spare worker(s) a pool, whose loss it stands",
@@ -39,6 +38,11 @@ def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Tra
             "(docs/benchmarks/parallel-h200.json), prompts on several ranks and more than two ranks were not"
         )
     return found
+
+
+def as_ms(seconds: float) -> str:
+    """Milliseconds in the two digits that the record allows."""
+    return f"{float(f'{seconds * 1e3:.2g}'):g}"
 
 
 def recorded(gpu: GpuType) -> str:

@@ -5,6 +5,8 @@ from html import escape
 from math import log10
 from typing import Any
 
+from cluster.planning.caveats import as_ms
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --dim: #667085; --line: #d5dae2; --ours: #0b6bcb; --theirs: #c2571a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7ecf3; --dim: #98a2b3; --line: #344054; --ours: #6db3f8; } }
@@ -33,6 +35,7 @@ def page(plan: Mapping[str, Any]) -> str:
         f"<p class=dim>{escape(traffic['about'])} · {traffic['mean_per_second']:.3g} requests a second on average, sized "
         f"for {traffic['sized_for_per_second']:.3g} · SLO: {slo['attainment']:.1%} within TTFT {slo['ttft_seconds']:g} s, "
         f"TPOT {slo['tpot_seconds'] * 1e3:g} ms</p>",
+        f"<p class=dim>{escape(plan['record'])}</p>",
         *(f"<p class=warn>{escape(warning)}</p>" for warning in plan["warnings"]),
         "<div class=plots>",
         _hours(plan),
@@ -122,8 +125,7 @@ def _latencies(found: Mapping[str, Any]) -> list[object]:
         return [f"{found['overloaded']} overloaded", *[""] * 8]
     ttft, tpot = found["ttft_seconds"], found["tpot_seconds"]
     return [
-        *(f"{ttft.get(p, 0) * 1e3:.0f}" for p in ("p50", "p90", "p99")),
-        *(f"{tpot.get(p, 0) * 1e3:.1f}" for p in ("p50", "p90", "p99")),
+        *(as_ms(of.get(p, 0.0)) for of in (ttft, tpot) for p in ("p50", "p90", "p99")),
         f"{found['attainment']:.1%}",
         f"{found['goodput_per_second']:.2f}",
         f"{found['prefill_busy']:.0%}" if found["prefill_busy"] is not None else "",

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.planning.caveats import as_ms, recorded
 from cluster.planning.check import Simulated
 from cluster.planning.load import Pools
 from cluster.planning.memory import Budget
@@ -30,6 +31,7 @@ def show(plan: Plan, console: Console) -> None:
         highlight=False,
     )
     console.print(_unsure(plan), highlight=False, markup=False)
+    console.print(recorded(option.gpu), highlight=False, markup=False)
     for warning in plan.warnings:
         console.print(f"! {warning}", highlight=False, markup=False, style="yellow")
     for title, table in tables(plan):
@@ -127,8 +129,7 @@ def _simulated(table: Table, name: str, found: Simulated) -> None:
 
 def _row(ttft: dict[str, float], tpot: dict[str, float], kept: float, good: float, busy: float | None) -> list[str]:
     return [
-        *(f"{ttft.get(p, 0.0) * 1e3:.0f}" for p in ("p50", "p90", "p99")),
-        *(f"{tpot.get(p, 0.0) * 1e3:.1f}" for p in ("p50", "p90", "p99")),
+        *(as_ms(of.get(p, 0.0)) for of in (ttft, tpot) for p in ("p50", "p90", "p99")),
         f"{kept:.1%}",
         f"{good:.2f}",
         f"{busy:.0%}" if busy is not None else "",

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.planning import measured
+from cluster.planning.caveats import as_ms, recorded
+from cluster.planning.gpus import find
 from cluster.planning.measured import ROOT, compare, fleet_of, kept_runs
 from cluster.simulation import cards
 
@@ -40,3 +42,12 @@ def test_a_mixed_step_taken_for_the_sum_of_its_parts_would_be_far_off() -> None:
     run = next(run for run in RUNS if (run["deployment"], run["rate"]) == ("2U", 28.0))
     changed = measured.WITHOUT["one reading of the weights for prompts and decodes"](fleet_of(run, "h200"))
     assert compare(run, changed).errors["ttft_p90"] > 0.3
+
+
+def test_a_plan_says_the_record_of_its_gpu_and_shows_no_more_digits_than_that_allows() -> None:
+    assert "of 6 runs" in recorded(find("h200", 1.0))
+    assert "TTFT was simulated within 10 %, TPOT within 4 % (p50 and p90) and goodput within 5 %" in recorded(
+        find("h200", 1.0)
+    )
+    assert "no run of whole traffic was kept" in recorded(find("h100", 1.0))
+    assert [as_ms(seconds) for seconds in (0.0, 0.00654, 0.01315, 0.378, 1.234)] == ["0", "6.5", "13", "380", "1200"]

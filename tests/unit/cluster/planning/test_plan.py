@@ -130,6 +130,7 @@ def test_the_json_says_what_the_console_needs_and_where_figures_are_from(found: 
     assert sum(pool.replicas * pool.tp * pool.pp for pool in pools.values()) == found["chosen"]["num_gpus"]
     assert EngineConfig(**cluster["engine"]).kv_bytes > 100e9
     assert found["assumptions"]
+    assert "of 6 runs of two GPUs" in found["record"]
     assert found["unknowns"]
 
 
