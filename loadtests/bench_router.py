@@ -89,7 +89,7 @@ class Decisions:
         running = self._random.randrange(20, 120)
         load = Load(3, running, self._random.randrange(30_000), running * 2000, 60_000, 500, 9000)
         report = LoadReport(load, Load(), info.cost, info.role, 40_000)
-        self._views.heard(info.worker_id, Heard(info, report))
+        self._views.heard(info.worker_id, Heard(info, report), 0.0)
 
     def decide(self, tokens: list[int] | None) -> tuple[Prediction, Placement]:
         view = self._views.view()

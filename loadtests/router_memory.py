@@ -79,7 +79,7 @@ class Prefixes:
         self._ledger = Ledger()
         self._views = Views(self._ledger, Health())
         for info in self._infos.values():
-            self._views.heard(info.worker_id, Heard(info, LoadReport(Load(), Load(), info.cost, info.role, limit)))
+            self._views.heard(info.worker_id, Heard(info, LoadReport(Load(), Load(), info.cost, info.role, limit)), 0.0)
         self._hash_class = self._views.view().workers[0].hash_class
         self._number = 0
         self.num_cached = 0

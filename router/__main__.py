@@ -132,7 +132,7 @@ def make_edge(
         JobMaker(config.limits, lambda: secrets.randbits(64), lambda: reach(core), core.tenancy),
         core.answers,
         clock or SystemClock(),
-        unready=lambda: None if config.starts_from_zero else unready(core),
+        unready=lambda: core.catching_up() or (None if config.starts_from_zero else unready(core)),
         draw_id=lambda: secrets.token_hex(8),
         keyring=keyring,
         tenancy=core.tenancy,

@@ -4,13 +4,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.clock import Clock, SystemClock
 from headrace.config import ClusterConfig, SelfCheckConfig
 from headrace.keys import Keys
 from headrace.values import WorkerInfo
 from router import measures
+from router.catching_up import CatchingUp
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
 from router.decisions.caches import Caches, Told
@@ -34,7 +35,8 @@ from router.told_revisions import ToldRevisions
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """`answers` is what edges ask: the requests, and what needs no request of its own."""
+    """`answers` is what edges ask: the requests, and what needs no request of its own. `catching_up` says why requests had
+    better go to another router just now."""
 
     requests: Requests
     answers: SharedAnswers
@@ -42,6 +44,7 @@ class Core:
     sessions: Sessions
     index: Index
     revisions: Revisions
+    catching_up: Callable[[], str | None] = lambda: None
 
 
 @asynccontextmanager
@@ -88,6 +91,7 @@ async def running_core(
     caches = Caches(index, others.tell) if others is not None else Caches(index)
     pacer = Pacer(config.router.coalesce_seconds, asyncio.get_running_loop())
     randomness = randomness or random.Random()
+    starting: CatchingUp | None = None
     requests = Requests(
         router_id=router_id,
         sessions=sessions,
@@ -130,6 +134,8 @@ async def running_core(
                 gone.append(checks.forget)
                 tasks.append(group.create_task(checks.run(), name="self-checks"))
             tasks.append(group.create_task(follow.run(), name="follow"))
+            starting = CatchingUp(store, Keys(config.name), router_id, follow, clock)
+            tasks.append(group.create_task(starting.run(), name="catching up"))
             tasks.append(group.create_task(others.run(), name="placements"))
             told = ToldRevisions(store, Keys(config.name), revisions, clock)
             await told.read()
@@ -157,7 +163,8 @@ async def running_core(
             cache_seconds=config.admission.result_cache_seconds,
         )
         try:
-            yield Core(requests, answers, tenancy, sessions, index, revisions)
+            core = Core(requests, answers, tenancy, sessions, index, revisions)
+            yield replace(core, catching_up=starting.why) if starting is not None else core
         finally:
             answers.close()
             for task in tasks:

@@ -385,7 +385,7 @@ class Requests:
     def _heard_of(self, worker_id: str) -> None:
         """A worker's session began, reported or ended."""
         session = self._sessions.find(worker_id)
-        self._views.heard(worker_id, session)
+        self._views.heard(worker_id, session, self._clock.now())
         if session is not None and self._generations.get(worker_id) != session.info.generation:
             self._generations[worker_id] = session.info.generation
             self._health.forget(worker_id)

@@ -81,7 +81,7 @@ class Engine:
         self._pacing = Pacing() if late_launch else None
         self._ranges = ranges
         self._faults = faults or Faults()
-        self._fit = StepFit()
+        self._fit = StepFit(clock.now)
         self._wake = asyncio.Event()
         self._occupied = asyncio.Event()
         self._pulse = asyncio.Event()

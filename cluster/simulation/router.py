@@ -139,7 +139,7 @@ class VirtualRouter:
     def join(self, info: WorkerInfo) -> None:
         """A worker's session begins, and its part of the index is read: empty, for it has just started."""
         session = self._sessions[info.worker_id] = _Session(info)
-        self._views.heard(info.worker_id, session)
+        self._views.heard(info.worker_id, session, self._time.now)
         # The first view of a worker fixes its place: a set of names has no order that lasts.
         self._hash_class = self._views.view().workers[0].hash_class
         self.index.load(info.worker_id, Snapshot(info.generation, 0, ()))
@@ -385,7 +385,7 @@ class VirtualRouter:
     def reported(self, worker_id: str, report: LoadReport) -> None:
         session = self._sessions[worker_id]
         session.report = report
-        self._views.heard(worker_id, session)
+        self._views.heard(worker_id, session, self._time.now)
         self._call_next()
 
     def changed(self, worker_id: str, batch: EventBatch) -> None:

@@ -8,7 +8,9 @@ That is what a worker's own steps teach (OnlineFit) and what placement compares.
 whatever is in it, and computes meanwhile: `step_seconds` is the roofline of any step, by the same coefficients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import exp2
 from statistics import median
 
 
@@ -77,7 +79,9 @@ class _Line:
     """An online fit of y = Σ wᵢ·xᵢ with wᵢ ≥ 0 and x ≥ 0, by non-negative least squares of relative errors.
 
     Everything is measured in what the start predicts: u = w / start, z = start · x, so the start is u = (1, 1, 1) and
-    features of any magnitude condition alike. Old samples are forgotten exponentially. A sample whose relative error is
+    features of any magnitude condition alike. Old samples are forgotten exponentially, by number and,
+    with a clock, by time: after a pause all of them together count as LASTING do, and what the machine has become by then
+    is soon learned. A sample whose relative error is
     beyond OUTLIER times the running median counts only as much as one at that border (Huber). Where samples leave a
     direction open, a small pull towards the last fit decides.
     """
@@ -87,8 +91,13 @@ class _Line:
     PULL = 0.05
     SETTLED = 64
     SOLVE_EVERY = 8
+    HALF_LIFE_SECONDS = 60.0
+    LASTING = 8.0  # how many samples are left at least
 
-    def __init__(self, start: Triple, min_samples: int) -> None:
+    def __init__(self, start: Triple, min_samples: int, now: Callable[[], float] | None = None) -> None:
+        self._now = now
+        self._faded_at = now() if now is not None else 0.0
+        self._num_recent = 0.0
         self._start = tuple(max(w, 1e-15) for w in start)
         self._fit: Triple = (1.0, 1.0, 1.0)
         self._first: list[tuple[Triple, float]] | None = []
@@ -136,7 +145,7 @@ class _Line:
         weight = (1.0 if error <= border else border / error) / (expected * expected)
         # A multiplicative walk to the median: what lies beyond it moves it no further than what lies just above.
         self._error = max(self._error * (1.05 if error > self._error else 1 / 1.05), 1e-3)
-        gram, target, forget = self._gram, self._target, self.FORGET
+        gram, target, forget = self._gram, self._target, self.FORGET * self._fade()
         z0, z1, z2 = z
         w0, w1, w2 = weight * z0, weight * z1, weight * z2
         gram[0] = gram[0] * forget + w0 * z0
@@ -149,8 +158,19 @@ class _Line:
         target[1] = target[1] * forget + w1 * y
         target[2] = target[2] * forget + w2 * y
         self._num_samples += 1
-        if self._num_samples < self.SETTLED or self._num_samples % self.SOLVE_EVERY == 0:
+        self._num_recent += 1
+        if self._num_recent < self.SETTLED or self._num_samples % self.SOLVE_EVERY == 0:
             self._solve()
+
+    def _fade(self) -> float:
+        """What is left, by time, of what was learned until now."""
+        if self._now is None:
+            return 1.0
+        now = self._now()
+        keep, self._faded_at = exp2(-max(now - self._faded_at, 0.0) / self.HALF_LIFE_SECONDS), now
+        keep = min(max(keep, self.LASTING / max(self._num_recent, 1.0)), 1.0)
+        self._num_recent *= keep
+        return keep
 
     def _solve(self) -> None:
         """Minimises Σ weight·(y − z·u)² + pull over u ≥ 0: of the 8 sets of free coefficients, the best feasible one."""
@@ -206,14 +226,16 @@ class OnlineFit:
 
     MIN_SAMPLES = 8
 
-    def __init__(self, start: CostModel | None = None) -> None:
+    def __init__(self, start: CostModel | None = None, now: Callable[[], float] | None = None) -> None:
+        """`now`: a clock, where time alone is to make samples old."""
         self._model = start or CostModel()
         m = self._model
         prefill = (m.prefill_base_seconds, m.prefill_token_seconds, m.prefill_token_context_seconds)
         decode = (m.decode_base_seconds, m.decode_sequence_seconds, m.decode_context_token_seconds)
-        self._prefill = _Line(prefill, self.MIN_SAMPLES)
-        self._decode = _Line(decode, self.MIN_SAMPLES)
-        self._transfer = _Line((m.transfer_base_seconds, 1 / m.transfer_bytes_per_second, 0.0), self.MIN_SAMPLES)
+        transfer = (m.transfer_base_seconds, 1 / m.transfer_bytes_per_second, 0.0)
+        self._prefill = _Line(prefill, self.MIN_SAMPLES, now)
+        self._decode = _Line(decode, self.MIN_SAMPLES, now)
+        self._transfer = _Line(transfer, self.MIN_SAMPLES, now)
 
     def add_prefill(self, num_tokens: int, mean_context: float, seconds: float) -> None:
         self._prefill.add((1.0, num_tokens, num_tokens * mean_context), seconds)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
 from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
-from router.decisions.costs import Costs
+from router.decisions.costs import Costs, is_idle
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 
@@ -148,7 +148,7 @@ class Views:
         self._costs = Costs()
         self._costs_version = self._costs.version
 
-    def heard(self, worker_id: str, session: Live | None) -> None:
+    def heard(self, worker_id: str, session: Live | None, now: float) -> None:
         """The worker's session began, reported, or (None) ended."""
         if session is None:
             self._sessions.pop(worker_id, None)
@@ -159,7 +159,8 @@ class Views:
             self._sessions[worker_id] = session
             self._stale.add(worker_id)
             if session.report is not None:
-                self._costs.heard(session.info, session.report.cost)
+                report = session.report
+                self._costs.heard(session.info, report.cost, now, idle=is_idle(report.total))
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
@@ -204,7 +205,7 @@ def worker_view(
 ) -> WorkerView:
     """A worker that has not reported yet is taken to be empty but for what this router placed on it."""
     own = ledger.own(info.worker_id)
-    cost = costs.of(info, report.cost if report is not None else info.cost)
+    cost = costs.of(info, report.cost, own, report.total) if report is not None else costs.of(info, info.cost, own)
     ejected_until, unlinked = health.ejected_until(info.worker_id), health.unlinked(info.worker_id)
     if report is None:
         free_blocks = info.capacity.num_blocks

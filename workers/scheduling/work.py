@@ -1,7 +1,7 @@
 """How much one step computes, as the cost model counts it, and what an engine learns of it."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,8 +73,9 @@ class StepWork:
 class StepFit:
     """What a worker's steps and transfers cost, as measured so far. Owned by its engine."""
 
-    def __init__(self) -> None:
-        self._fit = OnlineFit()
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        """`now`: see OnlineFit."""
+        self._fit = OnlineFit(now=now)
         self._warm_up = dict.fromkeys(StepKind, WARM_UP_STEPS)
 
     @property

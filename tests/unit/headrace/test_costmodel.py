@@ -135,6 +135,30 @@ def test_a_machine_that_slows_down_is_followed() -> None:
     assert fit.model.decode_step_seconds(64, 64_000) == pytest.approx(slow.decode_step_seconds(64, 64_000), rel=0.15)
 
 
+def test_a_machine_that_is_another_one_after_a_pause_is_learned_in_a_few_steps() -> None:
+    """By number alone what hundreds of slow steps taught takes hundreds to forget, and a slow worker gets none."""
+    slow = replace(TRUTH, prefill_token_seconds=5 * TRUTH.prefill_token_seconds)
+    error = {}
+    for pause in (0.0, 600.0):
+        clock = [0.0]
+        fit = OnlineFit(now=lambda clock=clock: clock[0])  # type: ignore[misc]
+        Machine(slow).feed(fit, 1000)
+        clock[0] += pause
+        Machine().feed(fit, 40)
+        error[pause] = fit.model.prefill_seconds(2048) / TRUTH.prefill_seconds(2048) - 1
+    assert error[600.0] < 0.3
+    assert error[0.0] > 1.0
+
+
+def test_one_odd_step_after_a_pause_bends_nothing() -> None:
+    clock = [0.0]
+    fit = OnlineFit(now=lambda: clock[0])
+    Machine(outliers=0.0).feed(fit, 1000)
+    clock[0] += 3600.0
+    fit.add_prefill(1024, 512.0, 20 * TRUTH.prefill_seconds(1024))
+    assert worst_error(fit.model, TRUTH) < 0.3
+
+
 def test_hours_of_one_kind_of_work_do_not_unlearn_the_others() -> None:
     fit = OnlineFit()
     machine = Machine()

@@ -77,10 +77,10 @@ def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, s
             case "hear":
                 report = LoadReport(Load(num_running=number), Load(), CostModel(), Role.DECODE, number)
                 sessions[name] = Session(worker_info(name), report)
-                views.heard(name, sessions[name])
+                views.heard(name, sessions[name], 0.0)
             case "end":
                 sessions.pop(name, None)
-                views.heard(name, None)
+                views.heard(name, None, 0.0)
             case "place":
                 ledger.open(str(number), decode=name, prefill="a", num_prompt_tokens=9, prefill_tokens=5, n=1)
             case "first token":
