@@ -84,6 +84,12 @@ bench-disagg:  ## one aggregated pool against prefill and decode pools on the sa
 	$(GPU_PYTHON) -m loadtests.disagg --traces $(TRACES) --state docs/benchmarks/disagg-$(or $(CARD),h200).jsonl \
 		--out docs/benchmarks/disagg-$(or $(CARD),h200).json $(ARGS)
 
+plan-measured: setup  ## the planner's model beside what bench-disagg's runs did, and the cards from docs/benchmarks (CARD=h200 TRACES=…)
+	$(PY)/python -m cluster.planning.measured --gpu $(or $(CARD),h200) --runs docs/benchmarks/disagg-$(or $(CARD),h200).jsonl \
+		$(if $(TRACES),--traces $(TRACES)) --commit "$$(git rev-parse --short HEAD)" \
+		--out docs/benchmarks/plan-measured-$(or $(CARD),h200).json
+	$(PY)/python -m cluster.simulation.cards.measure
+
 bench-link:  ## an nccl link between two CUDA devices: rate, memory, how it ends (GATE=1 fails on a miss)
 	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_link --scheme nccl \
 		--out docs/benchmarks/link-$(or $(CARD),h200).json $(if $(GATE),--gate)
@@ -98,4 +104,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-disagg bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -35,9 +35,8 @@ from headrace.values import ParallelLayout
 from router.decisions.view import WorkerView
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TRACES = {"azure": ROOT / "examples" / "azure_sample.csv"}  # the first rows of what the runs played
-RUN_SECONDS = 8.0  # of traffic, of which the first fifth is warm-up
-WARM_UP = 0.2
+TRACES = {"azure": ROOT / "examples" / "azure_sample.csv"}  # the first rows of what the kept runs played
+WARM_UP = 0.2  # of a run's traffic, which its `seconds` leave out
 JUDGED = ("p50", "p90")
 SLOS = {
     f"{ttft:g} s, {tpot:g} ms": Slo(ttft, tpot / 1e3)
@@ -62,10 +61,12 @@ def kept_runs(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def rows_of(run: Mapping[str, Any]) -> list[TraceRow]:
+def rows_of(run: Mapping[str, Any], files: Mapping[str, pathlib.Path]) -> list[TraceRow]:
     """The beginning of the trace with its time stretched to the rate, as the bench plays it."""
-    rows = traces.read(TRACES[run["trace"]])
-    count = round(run["rate"] * RUN_SECONDS)
+    rows = traces.read(files[run["trace"]])
+    count = round(run["seconds"] / (1 - WARM_UP) * run["rate"]) + 1
+    if count > len(rows):
+        raise SystemExit(f"{run['trace']}: the run played {count} rows, and {files[run['trace']]} has {len(rows)}")
     scale = (count - 1) / run["rate"] / rows[count - 1].seconds
     return [replace(row, seconds=row.seconds * scale) for row in rows[:count]]
 
@@ -94,17 +95,17 @@ def bench_placement(seed: int) -> Simple:
     return Simple("bench", least(prompt_load), least(sequence_load))
 
 
-def replay(run: Mapping[str, Any], fleet: Fleet) -> list[Served]:
-    """The run's requests that came after its warm-up, as the model has them."""
-    rows, tally = rows_of(run), Tally(fleet.roles)
+def replay(rows: Sequence[TraceRow], fleet: Fleet) -> list[Served]:
+    """The requests that came after a run's warm-up, as the model has them."""
+    tally = Tally(fleet.roles)
     Simulation(fleet, bench_placement, tally).run(rows)
     begun = WARM_UP * rows[-1].seconds
     return [one for one in tally.served if one.arrived_at >= begun]
 
 
-def compare(run: Mapping[str, Any], fleet: Fleet) -> Found:
+def compare(run: Mapping[str, Any], fleet: Fleet, files: Mapping[str, pathlib.Path] = TRACES) -> Found:
     answers = [(ttft, tpot) for ttft, tpot, _ in run["answers"]]
-    served = [_latencies(one) for one in replay(run, fleet)]
+    served = [_latencies(one) for one in replay(rows_of(run, files), fleet)]
     if len(served) != len(answers):
         raise SystemExit(f"{run['deployment']} at {run['rate']:g}/s: {len(answers)} answers of {len(served)} requests")
     return Found(_summary(served), _summary(answers))
@@ -183,9 +184,11 @@ def _judged(name: str) -> set[str]:
     return {f"{name}_{p}" for p in JUDGED}
 
 
-def report(path: pathlib.Path, gpu_name: str, num_resampled: int = 400) -> dict[str, Any]:
+def report(
+    path: pathlib.Path, gpu_name: str, files: Mapping[str, pathlib.Path], num_resampled: int = 400
+) -> dict[str, Any]:
     runs = kept_runs(path)
-    found = [compare(run, fleet_of(run, gpu_name)) for run in runs]
+    found = [compare(run, fleet_of(run, gpu_name), files) for run in runs]
     return {
         "runs": len(runs),
         "answers": sum(len(run["answers"]) for run in runs),
@@ -197,7 +200,7 @@ def report(path: pathlib.Path, gpu_name: str, num_resampled: int = 400) -> dict[
             if (value := [_chance(run["answers"], name, num_resampled) for run in runs])
         },
         "without": {
-            name: spread([compare(run, change(fleet_of(run, gpu_name))) for run in runs])
+            name: spread([compare(run, change(fleet_of(run, gpu_name)), files) for run in runs])
             for name, change in WITHOUT.items()
         },
         "rows": [
@@ -230,14 +233,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--runs", type=pathlib.Path, default=ROOT / "docs" / "benchmarks" / "disagg-h200.jsonl")
+    parser.add_argument(
+        "--traces", nargs="*", default=[], metavar="NAME=FILE", help="as loadtests.disagg was given them"
+    )
     parser.add_argument("--commit", default="", help="noted in the result")
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
+    named = dict(each.split("=", 1) for each in arguments.traces)
+    files = {**TRACES, **{name: pathlib.Path(path) for name, path in named.items()}}
     result = {
         "command": " ".join(["python -m cluster.planning.measured", *sys.argv[1:]]),
         "commit": arguments.commit,
         "date": datetime.now(UTC).date().isoformat(),
-        **report(arguments.runs, arguments.gpu),
+        **report(arguments.runs, arguments.gpu, files),
     }
     print(json.dumps({name: result[name] for name in ("errors", "chance", "without")}, indent=1))
     if arguments.out is not None:
