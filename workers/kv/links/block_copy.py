@@ -23,34 +23,44 @@ class Slabs(NamedTuple):
 
 
 class BlockCopy:
-    """On one device, by one thread at a time. What has been copied when `run` returns is there for whatever is launched
-    afterwards."""
+    """On one device, by one thread at a time, one copy at a time. What has been copied when `run` or `wait` returns is
+    there for whatever is launched afterwards; what was started, for what is launched on `stream`."""
 
     def __init__(self, device: torch.device, tile: PullTile | None = None) -> None:
         """`tile`: how the kernel is launched, where not as the card was tuned."""
         self._device = device
         self._launcher = PullLauncher(tile or tuning_of(device).pull)
         _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # its stub takes it for a method
-        self._stream = torch.cuda.Stream(device, priority=highest)
+        self.stream = torch.cuda.Stream(device, priority=highest)
         # Waited for by spinning: a sleeping thread wakes a tenth of a millisecond late, and a pull takes about one.
         self._done = torch.cuda.Event()
         self._make_room(LEAST_ROOM)
 
     def run(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
         """Blocks the calling thread until it is done."""
+        try:
+            self.start(source, target, sources, targets, piece)
+        finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
+            self.wait()
+
+    def start(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
+        """Returns when it is launched: behind what was launched on `stream`. To be waited for before the next."""
         count = len(sources)
         if count > self._room:
             self._make_room(2 * count)
         self._staged[:count] = array("i", sources)
         self._staged[self._room : self._room + count] = array("i", targets)
         shape = _shape(source.slab, target.slab, piece)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             self._numbers.copy_(self._pinned, non_blocking=True)
             try:
                 self._launcher.launch(source.address, target.address, self._sources, self._targets, count, shape)
-            finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
-                self._done.record(self._stream)
-                self._done.synchronize()
+            finally:
+                self._done.record(self.stream)
+
+    def wait(self) -> None:
+        """Until what was started is done; at once where nothing was."""
+        self._done.synchronize()
 
     def _make_room(self, count: int) -> None:
         """For the numbers of `count` blocks, sources and targets: both begin aligned, whatever is pulled, since a kernel is

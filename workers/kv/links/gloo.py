@@ -43,7 +43,7 @@ def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
 class GlooCarrier:
     """Every message is memory of its own: gloo may still write into it when the link has closed."""
 
-    depth = 1
+    depth = 2
 
     def __init__(self, pool: KvPool, pair: Pair, me: int, seconds: float) -> None:
         self._pool = pool
@@ -66,3 +66,6 @@ class GlooCarrier:
 
     def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
         self._pool.write(targets, piece, content)
+
+    def settle(self) -> None:
+        """Reads and writes are done when they return."""

@@ -5,12 +5,17 @@ A communicator holds device memory for as long as it lives (docs/performance.md 
 knows no default group: each pair forms its own over the control channel, of which the store is a part. NCCL notices no
 death: what waits in it ends when the pair closes, by an abort from another thread. A message that is scattered has come
 whole: nothing that NCCL may still write is the pool's.
+
+A message goes out behind its own gather and behind the message before it, in the order of the device: this process waits
+for neither, so that the link has the next one when it has done one. Each message's room has a stream of its own, for which
+NCCL's waits: the stream that computes is in nobody's way.
 """
 
 import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,7 +38,7 @@ from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
 MESSAGE_BYTES = 64 * 2**20
-DEPTH = 1
+DEPTH = 2
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog
 
@@ -111,47 +116,70 @@ class NcclPair:
             raise self.closing.error()
 
 
+class Room:
+    """Staging for a message, and what gathers or scatters it, on a stream that NCCL's waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copying = BlockCopy(device)
+        self._device = device
+        self._memory: Tensor | None = None
+
+    def take(self, num_bytes: int, keep: list[Tensor]) -> Tensor:
+        """For the next message: what is launched on the room's stream for it comes behind the last one's scatter, and the
+        last one's gather is over, since it has been sent. What is new goes to `keep` too."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = torch.empty(max(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=self._device)
+            keep.append(self._memory)
+        return self._memory[:num_bytes]
+
+
 class NcclCarrier:
-    """Owns the staging: as many messages as are on their way at once, and one that is gathered or scattered meanwhile."""
+    """Owns the staging: as many rooms as messages are on their way at once, and one that is gathered or scattered."""
 
     depth = DEPTH
 
     def __init__(self, pool: KvPool, pair: NcclPair) -> None:
         self._pool = pool
         self._pair = pair
-        self._copying = BlockCopy(pool.tensor.device)
-        self._slots: list[Tensor | None] = [None] * (DEPTH + 1)
-        self._turn = 0
         self._own = Slabs(pool.tensor.data_ptr(), pool.slab)
+        self._rooms = deque(Room(pool.tensor.device) for _ in range(DEPTH + 1))
+        self._held: dict[int, Room] = {}  # by the address of its message
 
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        content, staged = self._room(len(blocks), piece)
-        self._copying.run(self._own, staged, blocks, range(len(blocks)), _from_source(piece))
+        content, room = self._next(len(blocks), piece)
+        room.copying.start(self._own, self._staged(content, piece), blocks, range(len(blocks)), _from_source(piece))
         return content
 
     def send(self, content: Tensor) -> Any:
-        return self._pair.send(content)
+        with torch.cuda.stream(self._held[content.data_ptr()].copying.stream):
+            return self._pair.send(content)
 
     def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Any]:
-        content, _ = self._room(num_blocks, piece)
-        return content, self._pair.receive(content)
+        content, room = self._next(num_blocks, piece)
+        with torch.cuda.stream(room.copying.stream):
+            return content, self._pair.receive(content)
 
     def finish(self, sent: Any) -> None:
         self._pair.finish(sent)
 
     def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
-        staged = Slabs(content.data_ptr(), _slab_of(self._pool.slab, piece))
-        self._copying.run(staged, self._own, range(len(targets)), targets, _to_target(piece))
+        copying = self._held[content.data_ptr()].copying
+        copying.start(self._staged(content, piece), self._own, range(len(targets)), targets, _to_target(piece))
 
-    def _room(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Slabs]:
-        num_bytes = num_blocks * piece.num_bytes(self._pool.slab)
-        at, self._turn = self._turn, (self._turn + 1) % (DEPTH + 1)
-        slot = self._slots[at]
-        if slot is None or slot.numel() < num_bytes:
-            room = max(num_bytes, MESSAGE_BYTES)
-            slot = self._slots[at] = torch.empty(room, dtype=torch.uint8, device=self._pool.tensor.device)
-            self._pair.staging.append(slot)
-        return slot[:num_bytes], Slabs(slot.data_ptr(), _slab_of(self._pool.slab, piece))
+    def settle(self) -> None:
+        for room in self._rooms:
+            room.copying.wait()
+
+    def _next(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Room]:
+        """The room whose message is over for longest."""
+        room = self._rooms[0]
+        self._rooms.rotate(-1)
+        content = room.take(num_blocks * piece.num_bytes(self._pool.slab), self._pair.staging)
+        self._held[content.data_ptr()] = room
+        return content, room
+
+    def _staged(self, content: Tensor, piece: Piece) -> Slabs:
+        return Slabs(content.data_ptr(), _slab_of(self._pool.slab, piece))
 
 
 def try_out(pool: KvPool, source: int, target: int) -> None:

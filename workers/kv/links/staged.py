@@ -1,11 +1,13 @@
 """Links whose source takes part: requests and epochs over a pair's control channel, blocks in messages that something else
 carries, gathered at the source and scattered at the target.
 
-The target asks for a piece of some blocks at the epochs it was told. The source answers in parts of bounded size: it
-reads the epochs, gathers the part into one message, reads the epochs again, sends both readings, and, when they are
-what was asked for, the message. The target, which alone writes its pool, checks for itself.
+The target asks for a piece of some blocks at the epochs it was told. The source says at which they are and, when these
+are what was asked for, gathers and sends the blocks in messages of bounded size, and then says at which they are now. The
+target, which alone writes its pool, checks for itself. All messages come, even where a block changed hands meanwhile: both
+ends know how many there are, and say nothing between them.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -13,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from headrace.errors import IncompatiblePeer, StaleBlocks
+from headrace.errors import IncompatiblePeer
 from workers.kv.layout import Piece
 from workers.kv.links.base import BlockPull
 from workers.kv.links.closing import Closing
@@ -29,16 +31,19 @@ Sent = Any  # what a carrier knows a message by that is under way
 
 class Carrier(Protocol):
     """Moves the messages of one link at one of its ends, `depth` of them at once; formed and used by one thread. What it
-    does not finish raises LinkClosed, at once when the pair closes."""
+    does not finish raises LinkClosed, at once when the pair closes. Reads and writes may be under way when the call
+    returns."""
 
     @property
     def depth(self) -> int: ...
 
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        """The source's part of a message, complete: it stays as it is until `depth` + 1 more are read."""
+        """The source's part of a message, to be sent: it stays as it is until `depth` + 1 more are read."""
         ...
 
-    def send(self, content: Tensor) -> Sent: ...
+    def send(self, content: Tensor) -> Sent:
+        """Once it has been read."""
+        ...
 
     def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Sent]:
         """Room for a message, and its coming. It stays as it is until `depth` + 1 more are received."""
@@ -49,7 +54,11 @@ class Carrier(Protocol):
         ...
 
     def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
-        """Into the pool; nothing is written any more when it returns."""
+        """Into the pool."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when nothing is read from the pool or written into it any more."""
         ...
 
 
@@ -85,22 +94,29 @@ class StagedSource:
         blocks: list[int] = request["blocks"]
         asked: list[int] = request["epochs"]
         check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
+        epochs = self._epochs(blocks)
+        pair.send({"epochs": epochs})
+        if epochs != asked:
+            return
         sending: deque[Sent] = deque()
-        for part in parts(len(blocks), piece.num_bytes(self._pool.slab), self._message_bytes):
-            before = self._pool.epochs[blocks[part]].tolist()
-            content = carrier.read(blocks[part], piece)
-            if self._hook is not None:
-                for index in range(part.start, part.stop):
-                    self._hook(index)
-            after = self._pool.epochs[blocks[part]].tolist()
-            pair.send({"before": before, "after": after})
-            if len(sending) == carrier.depth:
-                carrier.finish(sending.popleft())
-            if not before == after == asked[part]:
-                break
-            sending.append(carrier.send(content))
+        with contextlib.ExitStack() as settled:
+            settled.callback(carrier.settle)
+            for part in parts(len(blocks), piece.num_bytes(self._pool.slab), self._message_bytes):
+                content = carrier.read(blocks[part], piece)
+                if self._hook is not None:
+                    carrier.settle()
+                    for index in range(part.start, part.stop):
+                        self._hook(index)
+                if len(sending) == carrier.depth:
+                    carrier.finish(sending.popleft())
+                sending.append(carrier.send(content))
+        pair.send({"epochs": self._epochs(blocks)})
         while sending:
             carrier.finish(sending.popleft())
+
+    def _epochs(self, blocks: Sequence[int]) -> list[int]:
+        found: list[int] = self._pool.epochs[blocks].tolist()
+        return found
 
 
 class StagedTransport:
@@ -143,6 +159,7 @@ class StagedTransport:
         self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
         assert self._carrier is not None
         carrier, block_bytes = self._carrier, piece.num_bytes(self._pool.slab)
+        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
         coming: deque[tuple[slice, Tensor, Sent]] = deque()
 
         def take() -> None:
@@ -150,22 +167,15 @@ class StagedTransport:
             carrier.finish(sent)
             carrier.write(targets[part], piece, content)
 
-        stale: StaleBlocks | None = None
-        for part in parts(len(blocks), block_bytes, self._message_bytes):
-            header = self._pair.next(self._seconds)
-            try:
-                check_epochs(blocks[part], header["after"])
-                check_epochs(blocks[part], header["before"])
-            except StaleBlocks as error:  # the source sends nothing more; what is on its way is to come
-                stale = error
-                break
-            coming.append((part, *carrier.receive(part.stop - part.start, piece)))
-            if len(coming) > carrier.depth:  # written while the next one is on its way
+        with contextlib.ExitStack() as settled:
+            settled.callback(carrier.settle)
+            for part in parts(len(blocks), block_bytes, self._message_bytes):
+                if len(coming) == carrier.depth:  # written while the next one is on its way
+                    take()
+                coming.append((part, *carrier.receive(part.stop - part.start, piece)))
+            while coming:
                 take()
-        while coming:
-            take()
-        if stale is not None:
-            raise stale
+        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
         return block_bytes * len(blocks)
 
     def release(self) -> None:

@@ -1,8 +1,24 @@
-"""What a link over NCCL finds in the environment. The link itself: tests/contract, with two GPUs."""
+"""What a link over NCCL finds in the environment, and how it goes about its staging. The link itself: tests/contract, with
+two GPUs."""
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
+
+from workers.kv.layout import Piece, SlabLayout
+from workers.kv.links.base import BlockPull
+from workers.kv.links.endpoint import Endpoint
+from workers.kv.links.group import PairGroup
+from workers.kv.links.link import Link
+from workers.kv.links.pair import Pair
+from workers.kv.links.server import LinkServer
+from workers.kv.links.staged import StagedSource, StagedTransport
+from workers.kv.pool import KvPool
 
 pytestmark = pytest.mark.torch
 
@@ -17,3 +33,73 @@ def test_nccl_which_reads_the_environment_with_its_first_message_finds_no_multic
         assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+
+
+class LateCopy:
+    """A BlockCopy over host memory that does nothing before it must: before what follows it on its stream, or is waited
+    for. Starting another before is what may not happen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = self
+        self._started: Callable[[], object] | None = None
+
+    def start(self, source: Any, target: Any, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
+        assert self._started is None, "nobody waited for the last"
+        taken = slice(piece.source_head, piece.source_head + piece.num_heads)
+        given = slice(piece.target_head, piece.target_head + piece.num_heads)
+        read, written = _memory(source, max(sources) + 1), _memory(target, max(targets) + 1)
+        self._started = lambda: written[:, given].index_copy_(0, torch.tensor(targets), read[list(sources), taken])
+
+    def wait(self) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            started()
+
+
+def _memory(slabs: Any, num_blocks: int) -> torch.Tensor:
+    """[block, K, the rest], in bytes."""
+    num_bytes = num_blocks * slabs.slab.block_bytes
+    memory = (ctypes.c_char * num_bytes).from_address(slabs.address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, slabs.slab.num_kv_heads, -1)
+
+
+class GlooPair(PairGroup):
+    """What a communicator is to a carrier, between pools in host memory."""
+
+    def __init__(self, pair: Pair, me: int) -> None:
+        super().__init__(pair, me, 10.0)
+        self.staging: list[torch.Tensor] = []
+
+
+def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the_last_ones_scatter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nccl = pytest.importorskip("workers.kv.links.nccl", reason="triton is not installed")
+    slab = SlabLayout(num_kv_heads=2, num_layers=1, block_size=4, head_dim=2, element_bytes=4)
+    pools = [KvPool(slab, 32, torch.float32, torch.device("cpu")) for _ in range(2)]
+    pools[0].tensor.normal_()
+    monkeypatch.setattr(nccl, "BlockCopy", LateCopy)
+    monkeypatch.setattr(nccl, "MESSAGE_BYTES", 4 * slab.block_bytes)
+
+    @contextlib.contextmanager
+    def behind(stream: LateCopy) -> Iterator[None]:
+        stream.wait()
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", behind)
+
+    def carriers(pool: KvPool) -> Callable[[Pair, int], Any]:
+        return lambda pair, me: nccl.NcclCarrier(pool, GlooPair(pair, me))
+
+    source = StagedSource(pools[0], carriers(pools[0]), nccl.MESSAGE_BYTES, None)
+    with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"late": source.answer})) as server:
+        where, staging = Endpoint.parse(server.endpoint), nccl.MESSAGE_BYTES
+        link = Link(StagedTransport("late", where, pools[1], 10.0, carriers(pools[1]), staging, dear=True))
+        with contextlib.closing(link):
+            link.pull([BlockPull(block, 0, 31 - block) for block in range(32)], Piece(0, 0, 0, 0, 2, 0, 0, 1))
+            assert torch.equal(pools[1].tensor[:32].flip(0), pools[0].tensor[:32])
+            pools[1].tensor.zero_()
+            link.pull([BlockPull(block, 0, block) for block in range(0, 32, 3)], Piece(0, 0, 1, 0, 1, 0, 0, 1))
+            assert torch.equal(pools[1].tensor[:32:3, 0], pools[0].tensor[:32:3, 1])
+            assert not pools[1].tensor[:32, 1].any()
+            assert not pools[1].tensor[1:32:3].any()
