@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
 HEALTH_SECONDS = 2.0
 SILENT_SECONDS = 30.0
+LEAVE_SECONDS = 3.0  # between the end of a drain and that of the node: to end in order
 
 
 @dataclass
@@ -93,8 +94,9 @@ class Controller:
                 with contextlib.suppress(StoreUnavailable):
                     if await self._state.lead(self._token):
                         await self._adopt(tasks)
+                        await self._hear_notices()
                         self._desired = await self._scaled(await self._read_desired())
-                        self._act(reconcile(self._desired, self._observed(), self._clock.now()), tasks)
+                        self._act(self._needed(self._desired), tasks)
                         await self._publish()
                 await self._wait()
             await self._take_down(tasks)
@@ -108,6 +110,21 @@ class Controller:
 
     def _observed(self) -> Observed:
         return Observed([worker.seen for worker in self._workers.values()], self._history)
+
+    def _needed(self, desired: Desired) -> list[Action]:
+        scaling = self._config.autoscaling
+        budget = scaling.budget_gpus if scaling.scales else None
+        return reconcile(desired, self._observed(), self._clock.now(), budget)
+
+    async def _hear_notices(self) -> None:
+        """Who lies on a node that is about to go is marked so, once: what follows is reconcile's."""
+        for (slot, generation), seconds in (await self._pools.notices()).items():
+            worker = self._workers.get(slot)
+            if worker is None or worker.seen.generation != generation or worker.seen.leaves_at is not None:
+                continue
+            why = f"its node is taken away in {seconds:.0f} s: Ray drains it"
+            log.warning("%s (generation %d): %s", slot, generation, why)
+            worker.seen = replace(worker.seen, leaves_at=self._clock.now() + seconds, reason=why)
 
     async def _read_desired(self) -> Desired:
         desired = await self._state.desired()
@@ -289,6 +306,13 @@ class Controller:
         worker.drain = tasks.create_task(self._drain(worker, why))
 
     async def _drain(self, worker: _Worker, why: str) -> None:
+        leaves_at = worker.seen.leaves_at
+        if leaves_at is not None:
+            # The node's time and no other: what a drain has else may be more, or less.
+            seconds = max(leaves_at - self._clock.now() - LEAVE_SECONDS, 0.0)
+            with contextlib.suppress(WorkerLost, InternalError):  # whoever is gone has no more to finish
+                async with WorkerClient(worker.addresses.service) as client:
+                    await client.drain(seconds)
         await self._pools.drain(worker.seen.worker_id, worker.seen.generation)
         if worker.seen.phase is Phase.DRAINING:
             worker.enter(Phase.DRAINED, self._clock.now(), why)

@@ -9,11 +9,13 @@ and its next life finds them again.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # which nodes drain, it alone says
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
@@ -28,6 +30,8 @@ ADOPT_SECONDS = 10.0
 WATCH_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 MARGIN_SECONDS = 10.0
+NO_HURRY_SECONDS = 600.0
+NOTICE_SECONDS = 1.0  # that Ray's head may take to say which nodes go
 
 WAITING = "waits for "  # how a start that has no room yet begins to say so
 Progress = Callable[[str], None]
@@ -95,6 +99,7 @@ class RayPools:
         self._rank_resources = rank_resources
         self._ranks: dict[tuple[str, int], list[Any]] = {}
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
+        self._gcs: Any = None
 
     async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
         """Places and starts every rank; where the worker answers, once it is warm. WorkerLost, or what a rank
@@ -161,6 +166,30 @@ class RayPools:
         group = self._groups.pop(key, None)
         if group is not None:
             remove_placement_group(group)
+
+    async def notices(self) -> Mapping[tuple[str, int], float]:
+        """The workers that lie on nodes which are about to go, and in how many seconds. While Ray's head does not
+        answer, nothing is heard."""
+        try:
+            leaving = await asyncio.to_thread(self._draining_nodes)
+            groups = await asyncio.to_thread(placement_group_table) if leaving else {}
+        except RayError:
+            return {}
+        nodes = {group_id: set(entry["bundles_to_node_id"].values()) for group_id, entry in groups.items()}
+        found: dict[tuple[str, int], float] = {}
+        for key, group in self._groups.items():
+            deadlines = [leaving[node] for node in nodes.get(group.id.hex(), ()) if node in leaving]
+            if deadlines:
+                found[key] = max(min(deadlines) - time.time(), 0.0)
+        return found
+
+    def _draining_nodes(self) -> dict[str, float]:
+        """By Ray's word (a spot notice, `ray drain-node`, a SIGTERM to `ray start --block`): when each is taken away, in
+        seconds of the wall clock, which is all that Ray says. Where nobody says when, it is moved in good time."""
+        if self._gcs is None:
+            self._gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        found = self._gcs.get_draining_nodes(timeout=NOTICE_SECONDS)
+        return {node: at / 1000 if at else time.time() + NO_HURRY_SECONDS for node, at in found.items()}
 
     async def adopt(self) -> list[Adopted]:
         """Finds the workers that an earlier controller left serving; what is not whole is ended."""

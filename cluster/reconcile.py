@@ -6,9 +6,13 @@ dead are removed at once and their slot starts again after a delay that doubles 
 
 Missing data takes nothing away: while `Desired.trusted` is false (Redis had none, so it was rebuilt from the
 configuration), no worker is drained, none changes its role, and no pool is made smaller.
+
+A worker whose node is about to go (`leaves_at`) counts as gone: another starts in the next free slot at once, as far as the
+budget of GPUs goes. It is drained, trusted or not; but who serves its role alone serves on until routers have found
+another, or until no more than LAST_SECONDS are left for its streams to end in.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -18,6 +22,8 @@ START_SECONDS = 600.0
 STEADY_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 30.0
+LAST_SECONDS = 30.0
+FOUND_SECONDS = 10.0  # after it is ready, by when every router has found a worker and placed on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
     """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock.
-    `pending`: it starts, and has no room in the cluster yet."""
+    `pending`: it starts, and has no room in the cluster yet. `leaves_at`: when its node is taken away, by that clock."""
 
     pool: str
     index: int
@@ -68,6 +74,7 @@ class ObservedWorker:
     since: float
     reason: str = ""
     pending: bool = False
+    leaves_at: float | None = None
 
     @property
     def worker_id(self) -> str:
@@ -155,21 +162,34 @@ def worker_id(pool: str, index: int) -> str:
     return f"{pool}-{index}"
 
 
-def reconcile(desired: Desired, observed: Observed, now: float) -> list[Action]:
+def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int | None = None) -> list[Action]:
     """The actions that bring `observed` nearer to `desired`: removals first, starts last, those that need the most of one
-    node before those that fit anywhere. None are needed when it returns none."""
+    node before those that fit anywhere. None are needed when it returns none. `budget_gpus` bounds what starts in the place
+    of workers that still hold theirs."""
     actions: list[Action] = []
     starts: list[Start] = []
     actions += _removals(observed.workers, now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
+    found = [
+        worker
+        for worker in observed.workers
+        if worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
+    ]
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
         workers = [worker for worker in observed.workers if worker.pool == pool]
         staying = [
             worker
             for worker in workers
-            if worker.phase in (Phase.STARTING, Phase.READY) and worker.worker_id not in gone
+            if worker.phase in (Phase.STARTING, Phase.READY)
+            and worker.worker_id not in gone
+            and worker.leaves_at is None
         ]
         target = desired.pools.get(pool)
+        known = [worker for worker in staying if worker in found]
+        needed = not desired.trusted or (target is not None and len(known) < target.replicas)
+        leaving = [worker for worker in workers if worker.leaves_at is not None and worker.worker_id not in gone]
+        serving = {worker.role for worker in found}
+        actions += _departures(leaving, serving if needed else set(Role), now)
         if target is None:
             if desired.trusted:
                 actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
@@ -178,7 +198,10 @@ def reconcile(desired: Desired, observed: Observed, now: float) -> list[Action]:
         actions += [_leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
         kept = [worker for worker in staying if worker not in surplus]
         actions += _reshapes(kept, target, desired.trusted)
-        starts += _starts(pool, target, kept, workers, observed.history, now)
+        held = sum(worker.layout.world_size for worker in observed.workers if worker.worker_id not in gone)
+        held += sum(start.layout.world_size for start in starts)
+        free = None if budget_gpus is None else budget_gpus - held
+        starts += _starts(pool, target, kept, workers, observed.history, now, free)
     return [*actions, *sorted(starts, key=lambda start: -start.layout.tp)]
 
 
@@ -194,6 +217,19 @@ def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
             case _:
                 pass
     return removals
+
+
+def _departures(leaving: Sequence[ObservedWorker], replaced: Set[Role], now: float) -> list[Action]:
+    """Of workers whose nodes go: those that do not serve yet at once, those that do once somebody else serves their role
+    (`replaced`), or their time is nearly over."""
+    return [
+        _leave(worker, worker.reason)
+        for worker in leaving
+        if worker.phase is Phase.STARTING
+        or (
+            worker.phase is Phase.READY and (worker.role in replaced or (worker.leaves_at or 0.0) - now <= LAST_SECONDS)
+        )
+    ]
 
 
 def _leave(worker: ObservedWorker, why: str) -> Action:
@@ -257,11 +293,18 @@ def _starts(
     workers: list[ObservedWorker],
     history: Mapping[str, History],
     now: float,
+    free_gpus: int | None,
 ) -> list[Start]:
-    """The lowest slots that nobody keeps, as many as are missing; a slot still held or in its delay is waited for."""
-    indices = {worker.index for worker in kept}
+    """The lowest slots that nobody keeps, as many as are missing; a slot still held or in its delay is waited for, but not
+    that of a worker whose node goes, as long as there are `free_gpus` for another."""
+    leaving = {worker.index for worker in workers if worker.leaves_at is not None}
+    indices = {worker.index for worker in kept} | leaving
     held = {worker.index for worker in workers}
     missing = max(target.replicas - len(kept), 0)
+    early = min(missing, len(leaving))
+    if free_gpus is not None:
+        room = free_gpus // target.layout.world_size - (missing - early)
+        missing -= early - min(max(room, 0), early)
     free = [index for index in range(len(indices) + missing) if index not in indices][:missing]
     starts: list[Start] = []
     for index in free:

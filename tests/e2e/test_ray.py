@@ -10,13 +10,17 @@ import itertools
 import os
 import pathlib
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from unittest.mock import ANY
 
 import pytest
 import ray
 import torch
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 from transformers import AutoModelForCausalLM
 
 from cluster.commands.autoscale import verify
@@ -53,17 +57,27 @@ WAIT_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
+def ray_nodes() -> Iterator[Cluster]:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False},
     )
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
-        yield cluster.address
+            add_node(cluster)
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+def add_node(cluster: Cluster) -> None:
+    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def ray_address(ray_nodes: Cluster) -> str:
+    address: str = ray_nodes.address
+    return address
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +178,11 @@ async def test_a_killed_router_is_started_again(serving: Serving, expected: tupl
         await asyncio.wait({watching})
 
 
-async def test_a_killed_rank_costs_its_worker_which_is_replaced_and_serves_again(
-    serving: Serving, expected: tuple[int, ...]
+async def test_a_killed_rank_costs_its_worker_and_a_node_that_is_taken_away_no_request(
+    serving: Serving, expected: tuple[int, ...], ray_nodes: Cluster
 ) -> None:
+    """The pair of prefill ranks fills the node of two GPUs. The decode worker's node is then drained, as by a spot notice:
+    another starts on the node that is left, and no client notices."""
     async with serving(ParallelLayout(tp=2), ONE) as cluster:
         ids, path = await ask(cluster)
         assert ids == expected
@@ -181,6 +197,26 @@ async def test_a_killed_rank_costs_its_worker_which_is_replaced_and_serves_again
                 assert ids == expected, "answered alone or handed over, it is the same"
                 if path.prefill_worker == "prefill-0":
                     break
+
+        async with under(Load(cluster), 4, 45, NUM_TOKENS):
+            notice = await asyncio.to_thread(drain_node_of, "decode-0", 1, 60.0)
+            after = await until(cluster, lambda seen: all_ready(seen) and "decode-1" in generations(seen))
+        assert notice
+        assert generations(after) == {"prefill-0": 2, "decode-1": 1}
+        assert await ask(cluster, "at its new place") == (expected, ANY)
+    add_node(ray_nodes)  # in the main thread, where alone Ray sets its signals
+
+
+def drain_node_of(worker_id: str, generation: int, seconds: float) -> bool:
+    """As whoever hears of a preemption tells Ray; whether it took that for granted."""
+    groups = ray.util.placement_group_table().values()
+    name = f"{namespace('e2e')}:{actor_name(worker_id, generation, 0)}"
+    (node,) = {node for group in groups if group["name"] == name for node in group["bundles_to_node_id"].values()}
+    head = GcsClient(address=ray.get_runtime_context().gcs_address)
+    taken, _ = head.drain_node(
+        node, autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, "a spot notice", int((time.time() + seconds) * 1000)
+    )
+    return bool(taken)
 
 
 async def test_case_66_a_pipeline_over_two_nodes_and_a_pair_on_one_fill_exactly_four_gpus(

@@ -31,6 +31,7 @@ class Pools:
     let_go: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     happened: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def note(self, what: str) -> None:
         self.happened.append(what)
@@ -57,6 +58,9 @@ class Pools:
 
     def remove(self, worker_id: str, generation: int) -> None:
         self.note(f"{worker_id} is removed")
+
+    async def notices(self) -> dict[tuple[str, int], float]:
+        return self.leaving
 
     async def adopt(self) -> list[Adopted]:
         return []
@@ -120,3 +124,22 @@ async def test_an_autoscaler_that_fails_ends_no_controller(redis_url: str) -> No
             pools.let_go[name].set()
         await asyncio.wait_for(running, 10)
     assert failing.num_turns >= 1
+
+
+async def test_workers_of_a_node_that_goes_are_drained_and_start_elsewhere_meanwhile(redis_url: str) -> None:
+    pools = Pools()
+    async with controlling(redis_url, pools) as (controller, state, running):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        pools.leaving = {("decode-0", 1): 20.0, ("decode-1", 1): 20.0}
+        await pools.until("decode-2 starts", "decode-3 starts", "decode-0 drains", "decode-1 drains")
+        observed = await state.observed()
+        assert observed is not None
+        assert {worker.reason for worker in observed.workers if worker.phase == "draining"} <= {
+            "its node is taken away in 20 s: Ray drains it"
+        }
+        for worker in range(4):
+            pools.let_go[f"decode-{worker}"].set()
+        await pools.until("decode-0 is removed", "decode-1 is removed")
+        controller.stop()
+        await asyncio.wait_for(running, 10)
+    assert pools.happened.count("decode-0 starts") == 1, "two are desired, and two serve"

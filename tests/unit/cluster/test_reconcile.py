@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.reconcile import (
+    FOUND_SECONDS,
+    LAST_SECONDS,
     MAX_DELAY_SECONDS,
     START_SECONDS,
     STEADY_SECONDS,
@@ -91,7 +93,8 @@ class World:
         """Ticks until nothing is left to do, at most 64."""
         for tick in range(64):
             actions = reconcile(desired, self.observed, self.now)
-            if not actions and all(worker.phase is Phase.READY for worker in self.workers.values()):
+            staying = all(its.phase is Phase.READY and its.leaves_at is None for its in self.workers.values())
+            if not actions and staying:
                 waiting = [past.not_before for past in self.history.values() if past.not_before > self.now]
                 if not waiting:
                     return tick
@@ -116,18 +119,23 @@ desired_states = st.composite(lambda draw: Desired(pools(draw)))()
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """A world that was brought to some desired state, after which some workers died, drained or restarted."""
+def worlds(draw: st.DrawFn, *, notices: bool = False) -> World:
+    """A world that was brought to some desired state, after which some workers died, drained or restarted, and with
+    `notices` the nodes of some are about to go."""
     world = World()
     world.settle(draw(desired_states))
     for worker_id in sorted(world.workers):
         phase = draw(st.sampled_from([Phase.READY, Phase.READY, Phase.DEAD, Phase.DRAINING, Phase.STARTING]))
         if phase is not Phase.READY:
             world.set_phase(worker_id, phase)
+        if notices and draw(st.integers(0, 3)) == 0:
+            world.workers[worker_id] = replace(
+                world.workers[worker_id], leaves_at=world.now + draw(st.integers(0, 60)), reason="its node goes"
+            )
     return world
 
 
-@given(world=worlds(), desired=desired_states)
+@given(world=worlds(notices=True), desired=desired_states)
 def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) -> None:
     world.settle(desired)
     for name, pool in desired.pools.items():
@@ -137,6 +145,7 @@ def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) 
         roles = [pool.role.other] * pool.lent + [pool.role] * (pool.replicas - pool.lent)
         assert sorted(worker.role for worker in workers) == sorted(roles)
     assert all(worker.pool in desired.pools for worker in world.workers.values())
+    assert all(worker.leaves_at is None for worker in world.workers.values())
     assert reconcile(desired, world.observed, world.now) == []
 
 
@@ -253,3 +262,49 @@ def test_the_widest_worker_starts_first_so_that_narrow_ones_do_not_break_up_its_
     pools = {"decode": DesiredPool(Role.DECODE, 1), "prefill": DesiredPool(Role.PREFILL, 1, TWO)}
     starts = reconcile(Desired(pools), Observed([]), 0.0)
     assert [start.worker_id for start in starts if isinstance(start, Start)] == ["prefill-0", "decode-0"]
+
+
+def leaving(world: World, worker_id: str, seconds: float) -> None:
+    worker = world.workers[worker_id]
+    world.workers[worker_id] = replace(worker, leaves_at=world.now + seconds, reason="its node goes")
+
+
+def test_a_worker_whose_node_goes_serves_its_role_until_another_does() -> None:
+    world, desired = settled(decode=1)
+    leaving(world, "decode-0", 120.0)
+    assert reconcile(desired, world.observed, world.now) == [Start("decode", 1, 1, Role.DECODE, ONE)]
+    world.act(reconcile(desired, world.observed, world.now))
+    assert reconcile(desired, world.observed, world.now) == [], "the other one starts"
+    world.set_phase("decode-1", Phase.READY)
+    assert reconcile(desired, world.observed, world.now) == [], "no router has found it yet"
+    world.now += FOUND_SECONDS
+    assert reconcile(desired, world.observed, world.now) == [Drain("decode-0", 1, "its node goes")]
+
+
+def test_a_worker_whose_node_goes_is_drained_in_time_though_nobody_serves_in_its_place() -> None:
+    world, desired = settled(decode=1)
+    leaving(world, "decode-0", 120.0)
+    world.act(reconcile(desired, world.observed, world.now))
+    world.now += 120.0 - LAST_SECONDS
+    assert reconcile(desired, world.observed, world.now) == [Drain("decode-0", 1, "its node goes")]
+
+
+def test_what_starts_in_the_place_of_one_whose_node_goes_waits_for_its_gpus_at_the_budget() -> None:
+    world, desired = settled(decode=2)
+    world.now += FOUND_SECONDS
+    leaving(world, "decode-1", 120.0)
+    drain = Drain("decode-1", 1, "its node goes")
+    assert reconcile(desired, world.observed, world.now, budget_gpus=2) == [drain]
+    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [
+        drain,
+        Start("decode", 2, 1, Role.DECODE, ONE),
+    ]
+
+
+def test_a_worker_that_starts_on_a_node_that_goes_starts_elsewhere_and_has_not_failed() -> None:
+    world, desired = settled(decode=1)
+    world.set_phase("decode-0", Phase.STARTING)
+    leaving(world, "decode-0", 120.0)
+    removal, start = reconcile(replace(desired, trusted=False), world.observed, world.now)
+    assert removal == Remove("decode-0", 1, "its node goes")
+    assert start == Start("decode", 1, 1, Role.DECODE, ONE)
