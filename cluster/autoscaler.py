@@ -120,7 +120,7 @@ class Autoscaler:
         with_lease = {one.pool for one in members if one.speed is not None}
         self._known.update({name: pool.worker for name, pool in pools.items() if name in with_lease})
         traffic = self._meter.traffic(now)
-        forecast = history.forecast(traffic.per_second, self._rules.lead_seconds)
+        forecast = history.forecast(traffic.level, self._rules.lead_seconds)
         return Inputs(now, self._rules, pools, traffic, forecast, self._memory, desired.trusted)
 
     def _is_news(self, inputs: Inputs, decision: Decision) -> bool:
@@ -174,10 +174,10 @@ def _applied(desired: Desired, decision: Decision) -> Desired:
 
 
 def member(seen: Seen, leased: Leased | None, now: float) -> Member:
-    """A lease of another generation says nothing of this worker. One that was told to drain by its host (a preStop hook, a
-    spot notice) leaves, though its controller did not ask for it."""
+    """A lease of another generation says nothing of this worker. One that was told to drain by its host (a preStop hook),
+    or whose node is about to go, leaves, though its controller did not ask for it."""
     worker, report = seen.worker, seen.report
-    told = report is not None and report.draining and worker.phase is Phase.READY
+    told = worker.phase is Phase.READY and (worker.leaves_at is not None or (report is not None and report.draining))
     info = leased.info if leased is not None and leased.info.generation == worker.generation else None
     counts = report.blocks if report is not None else None
     return Member(
@@ -190,6 +190,7 @@ def member(seen: Seen, leased: Leased | None, now: float) -> Member:
         counts.active + counts.pinned if counts is not None else 0,
         counts.total if counts is not None else 0,
         report.load.waiting_prefill_tokens if report is not None else 0,
+        worker.leaves_at is not None,
     )
 
 

@@ -26,7 +26,7 @@ def _said(module: str, *words: str) -> Any:
 
 def measure_week(num_runs: int) -> Sequence[Row]:
     """A seed a run, three at most: each is a week, and takes a minute."""
-    weeks = [_said("cluster.simulation.week", "--seed", str(seed)) for seed in SEEDS[: max(num_runs, 1)]]
+    weeks = [_said("cluster.simulation.run_week", "--seed", str(seed)) for seed in SEEDS[: max(num_runs, 1)]]
     first = weeks[0]
     note = (
         f"{first['days']:g} days of up to {first['rate']:g} requests/s, {first['arrivals']} arrivals each, seeds "

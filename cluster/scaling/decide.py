@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.scaling.moves import FLIP_SHARE, Plan, grow, is_blocked, shrink
-from cluster.scaling.needs import attainment, boosted, needs
+from cluster.scaling.needs import accounted, attainment, boosted, needs
 from cluster.scaling.values import (
     ROLES,
     Alternative,
@@ -50,7 +50,7 @@ def decide(inputs: Inputs) -> Decision:
     memory = _next(inputs, plan, found, past)
     pools = {name: plan.sizes[name] for name in current}
     kind = _kind(plan, current)
-    notes = [*plan.notes]
+    notes = [*_evictions(inputs), *plan.notes]
     if found.unreachable:
         notes.insert(0, f"no size meets the targets: {found.unreachable}")
     return Decision(
@@ -104,7 +104,8 @@ def _without_reports(inputs: Inputs, current: Mapping[str, Size]) -> Decision:
     found = Needs(reason="no router reports: nothing is known of the load, and nothing is taken away")
     memory = _next(inputs, plan, found, inputs.memory.past)
     kind = _kind(plan, current)
-    return Decision(kind, "; ".join([*plan.steps, found.reason]), plan.sizes, plan.sizes, found, memory)
+    notes = _evictions(inputs)
+    return Decision(kind, "; ".join([*plan.steps, found.reason]), plan.sizes, plan.sizes, found, memory, tuple(notes))
 
 
 def _roll_back(plan: Plan) -> None:
@@ -212,7 +213,9 @@ def _most(
 def _next(inputs: Inputs, plan: Plan, found: Needs, past: tuple[Past, ...]) -> Memory:
     memory, now = inputs.memory, inputs.now
     supplies = {role.value: plan.supply(role) for role in ROLES}
-    boost, boosted_at = boosted(inputs, supplies, found) if found.workers else (memory.boost, memory.boosted_at)
+    boost, boosted_at, missing_since = memory.boost, memory.boosted_at, None
+    if found.workers:
+        boost, boosted_at, missing_since = boosted(inputs, supplies, found)
     blocked = {
         name: block
         for name, block in memory.blocked.items()
@@ -230,6 +233,8 @@ def _next(inputs: Inputs, plan: Plan, found: Needs, past: tuple[Past, ...]) -> M
         blocked,
         boost,
         boosted_at,
+        missing_since,
+        accounted(inputs),
     )
 
 
@@ -240,6 +245,15 @@ def _short(inputs: Inputs, name: str) -> bool:
 
 
 # -- what is said
+
+
+def _evictions(inputs: Inputs) -> list[str]:
+    """Not decided here, but on record: the controller starts others in the places of those that go."""
+    return [
+        f"{name}: {seen.evicted} of its workers drain, for their nodes are taken away; as many start elsewhere"
+        for name, seen in inputs.pools.items()
+        if seen.evicted
+    ]
 
 
 def _kind(plan: Plan, current: Mapping[str, Size]) -> str:
@@ -258,7 +272,7 @@ def _alternatives(inputs: Inputs, plan: Plan, current: Mapping[str, Size], found
     """What stays as it is, and each pool one more, one fewer, one lent: what that would give, and why it is not done."""
     if not found.workers:
         return ()
-    rate = max(inputs.forecast.peak, inputs.traffic.per_second)
+    rate = max(inputs.forecast.peak, inputs.traffic.level)
     tried: dict[str, dict[str, Size]] = {"as it is": dict(current)}
     for name, size in current.items():
         rules = inputs.rules.pools[name]

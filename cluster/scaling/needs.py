@@ -18,7 +18,7 @@ from functools import lru_cache
 from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
 from cluster.planning.prediction import Overload, predict
 from cluster.planning.sizing import Idle, Sized, Unreachable, size
-from cluster.scaling.values import Inputs, Needs
+from cluster.scaling.values import Account, Inputs, Needs
 from headrace.values import Role
 
 CATCH_UP_SECONDS = 60.0
@@ -27,7 +27,12 @@ BOOST_STEP = 1.1
 MOST_BOOST = 1.5
 FORGET_BOOST_SECONDS = 6 * 3600.0
 MIN_JUDGED = 50
+LASTING_WINDOWS = 2
 MISS_MARGIN = 0.02
+ACCOUNT_SECONDS = 6 * 3600.0  # after which half of the account is forgotten
+FREE = 0.4  # of the misses that are allowed: so many ask for no reserve
+RESERVE = 0.3  # where half as many again as are allowed were missed
+SPENT_STEP = 0.1
 LENGTH_CV = 1.0
 MARGIN = 1.05  # more than chance does to the rate of a window
 RATE_STEP = 1.02  # rates are sized for in steps: what wobbles less changes no size
@@ -53,7 +58,7 @@ def weight(inputs: Inputs, pool: str, role: Role) -> float:
 
 def needs(inputs: Inputs) -> Needs:
     traffic, rules = inputs.traffic, inputs.rules
-    rate = max(inputs.forecast.peak, traffic.per_second)
+    rate = max(inputs.forecast.peak, traffic.level)
     at_work = any(pool.waiting_tokens or pool.kv_used for pool in inputs.pools.values())
     if rate * rules.idle_seconds < 1 and not (traffic.queued or traffic.in_flight or at_work):
         if traffic.idle_seconds >= rules.idle_seconds:
@@ -157,25 +162,59 @@ def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float, cannot: s
         if used > KV_FULL:
             said.append(f"{role.value} {ready * used / KV_FULL:.1f}: {used:.0%} of their KV is used")
             most = max(most, ready * used / KV_FULL)
-    boost = inputs.memory.boost.get(role.value, 1.0)
+    boost = max(inputs.memory.boost.get(role.value, 1.0), _by_account(inputs, role))
     if boost > 1.005 and not cannot:
         said.append(f"{role.value} × {boost:.2f}: by what requests got")
         most *= boost
     return most, said
 
 
-def boosted(inputs: Inputs, supplies: Mapping[str, float], found: Needs) -> tuple[Mapping[str, float], float]:
-    """The boosts from now on, and since when: one step up where targets are missed though nothing is short or changing,
-    and forgotten slowly. What no size can meet is no reason."""
+def _by_account(inputs: Inputs, role: Role) -> float:
+    """Reserve for what no model of a steady load knows (bursts, surges within the lead): the more, the more of the misses
+    that the target allows the last hours had, in steps."""
+    account, allowed = inputs.memory.account, 1 - inputs.rules.target.attainment
+    if account.judged < MIN_JUDGED:
+        return 1.0
+    missed = {
+        Role.PREFILL: account.missed_ttft,
+        Role.DECODE: account.missed_tpot,
+        Role.UNIFIED: account.missed_ttft + account.missed_tpot,
+    }[role]
+    spent = missed / account.judged / allowed
+    return 1 + RESERVE * min(max(math.floor((spent - FREE) / SPENT_STEP) * SPENT_STEP, 0.0), 1.0)
+
+
+def accounted(inputs: Inputs) -> Account:
+    """The account with what the last window says, for the time since it was last written."""
+    traffic, before = inputs.traffic, inputs.memory.account
+    seconds = min(max(inputs.now - before.at, 0.0), inputs.rules.window_seconds)
+    keep, share = 0.5 ** (seconds / ACCOUNT_SECONDS), seconds / inputs.rules.window_seconds * traffic.judged
+    return Account(
+        round(before.judged * keep + share, 3),
+        round(before.missed_ttft * keep + share * traffic.missed_ttft, 3),
+        round(before.missed_tpot * keep + share * traffic.missed_tpot, 3),
+        inputs.now,
+    )
+
+
+def boosted(
+    inputs: Inputs, supplies: Mapping[str, float], found: Needs
+) -> tuple[Mapping[str, float], float, float | None]:
+    """The boosts from now on, since when, and since when targets are missed at every turn though nothing is short or
+    changing. One step up where that lasts for LASTING_WINDOWS: a burst is no fault of the model, and is over before a
+    worker could come for it. Forgotten slowly. What no size can meet is no reason."""
     memory, traffic, now = inputs.memory, inputs.traffic, inputs.now
-    passed = now - memory.boosted_at if memory.boosted_at else 0.0
-    if memory.boosted_at and passed < inputs.rules.window_seconds:
-        return memory.boost, memory.boosted_at
-    fade = 0.5 ** (passed / FORGET_BOOST_SECONDS)
-    boost = {role: 1 + (value - 1) * fade for role, value in memory.boost.items()}
     settled = all(pool.settled and not pool.warming for pool in inputs.pools.values())
     missing = traffic.judged >= MIN_JUDGED and traffic.attainment < inputs.rules.target.attainment - MISS_MARGIN
+    since = None
     if missing and settled and not found.unreachable:
+        since = memory.missing_since if memory.missing_since is not None else now
+    passed = now - memory.boosted_at if memory.boosted_at else 0.0
+    if memory.boosted_at and passed < inputs.rules.window_seconds:
+        return memory.boost, memory.boosted_at, since
+    fade = 0.5 ** (passed / FORGET_BOOST_SECONDS)
+    boost = {role: 1 + (value - 1) * fade for role, value in memory.boost.items()}
+    if since is not None and now - since >= LASTING_WINDOWS * inputs.rules.window_seconds:
         if reference(inputs, Role.DECODE) is None:
             short = Role.UNIFIED
         else:
@@ -184,7 +223,7 @@ def boosted(inputs: Inputs, supplies: Mapping[str, float], found: Needs) -> tupl
                 short = Role.DECODE
         if supplies.get(short.value, 0.0) >= found.of(short):
             boost[short.value] = min(boost.get(short.value, 1.0) * BOOST_STEP, MOST_BOOST)
-    return {role: round(value, 4) for role, value in boost.items() if value > 1.005}, now
+    return {role: round(value, 4) for role, value in boost.items() if value > 1.005}, now, since
 
 
 def mean_length(inputs: Inputs) -> Length:

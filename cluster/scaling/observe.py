@@ -21,7 +21,8 @@ LINES = (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker, by its controller's table, its lease and its own words. `speed` None: it holds no lease."""
+    """One worker, by its controller's table, its lease and its own words. `speed` None: it holds no lease. `evicted`: its
+    node is about to go."""
 
     pool: str
     role: Role
@@ -32,6 +33,7 @@ class Member:
     used_blocks: int = 0
     num_blocks: int = 0
     waiting_tokens: int = 0
+    evicted: bool = False
 
 
 def observe(
@@ -77,6 +79,7 @@ def _seen(rules: PoolRules, desired: DesiredPool | None, members: Sequence[Membe
         warming=sum(member.seconds < WARM_SECONDS for member in ready),
         kv_used=sum(member.used_blocks / member.num_blocks for member in decoding) / len(decoding) if decoding else 0.0,
         waiting_tokens=sum(member.waiting_tokens for member in ready),
+        evicted=sum(member.evicted for member in members),
     )
 
 

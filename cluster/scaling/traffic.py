@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from cluster.growth import COUNTED, VERDICTS, grown
 from cluster.scaling.values import Traffic
@@ -14,6 +15,8 @@ GUESSED_OUTPUT_TOKENS = 256.0  # before the first answer
 MIN_STEP_SECONDS = 0.05
 LATE_SECONDS = 2.0  # by which two of a router's reports may be further apart than two looks
 MOST_ROUTERS = 256  # that are remembered
+MIN_LOOKS, MIN_ARRIVALS = 3, 20  # of a window before any stands out; of each of them
+CHANCE = 3.0  # deviations of Poisson's
 SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
 
 
@@ -138,7 +141,23 @@ class Meter:
             attainment=sum(step.met for step in steps) / judged if judged else 1.0,
             missed_ttft=sum(step.missed_ttft for step in steps) / judged if judged else 0.0,
             missed_tpot=sum(step.missed_tpot for step in steps) / judged if judged else 0.0,
+            unburst_per_second=self._unburst_per_second(),
         )
+
+    def _unburst_per_second(self) -> float | None:
+        """Each look counts as what is usual for the window and chance on top, at most. A load that stays higher is usual
+        after half a window; until then what it piles up speaks for it."""
+        rates = [step.arrivals / step.seconds for step in self._steps]
+        if len(rates) < MIN_LOOKS:
+            return None
+        usual = median_low(rates)
+        seconds = sum(step.seconds for step in self._steps)
+        if usual * seconds < MIN_ARRIVALS * len(rates):
+            return None
+        least = [
+            min(step.arrivals, usual * step.seconds + CHANCE * (usual * step.seconds) ** 0.5) for step in self._steps
+        ]
+        return float(sum(least) / seconds)
 
     def _gap_scv(self) -> float:
         """Variance over mean of arrivals in equal times: 1 of Poisson's, and what a queue feels of bursts."""

@@ -79,9 +79,10 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class PoolSeen:
     """A pool as it is. `staying` workers start or serve, `leaving` ones drain and hold their GPUs meanwhile; of those that
-    stay `pending` have no room yet, the longest for `pending_seconds`, and `warming` became ready only lately. `worker` is
-    one of them by its own measured cost, warm-up left out. Of what nobody of any pool has done yet, prefill or decode,
-    its cost is a guess (`prefill_known`, `decode_known`), and says nothing of how many are needed."""
+    stay `pending` have no room yet, the longest for `pending_seconds`, and `warming` became ready only lately; of those
+    that leave `evicted` do because their nodes go. `worker` is one of them by its own measured cost, warm-up left out. Of
+    what nobody of any pool has done yet, prefill or decode, its cost is a guess (`prefill_known`, `decode_known`), and says
+    nothing of how many are needed."""
 
     desired: Size
     worker: Worker
@@ -96,6 +97,7 @@ class PoolSeen:
     waiting_tokens: int = 0
     prefill_known: bool = True
     decode_known: bool = True
+    evicted: int = 0
 
     @property
     def staying(self) -> int:
@@ -110,7 +112,8 @@ class PoolSeen:
 class Traffic:
     """What routers say. Rates and shares over the last window, lengths over some, burstiness over an hour. `routers` 0:
     nobody says anything, which is not the same as nothing coming. `idle_seconds`: since the last arrival, or anything that
-    was still in flight."""
+    was still in flight. `unburst_per_second`: without what single looks of the window had beyond the others; None: so few
+    came that no look stands out."""
 
     routers: int = 0
     per_second: float = 0.0
@@ -127,6 +130,12 @@ class Traffic:
     attainment: float = 1.0
     missed_ttft: float = 0.0
     missed_tpot: float = 0.0
+    unburst_per_second: float | None = None
+
+    @property
+    def level(self) -> float:
+        """Arrivals a second that workers are started for: what was over in seconds comes again before none of them."""
+        return self.per_second if self.unburst_per_second is None else self.unburst_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +182,20 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
+class Account:
+    """Requests of the last hours, older ones counted less, and of them those that missed the one target or the other."""
+
+    judged: float = 0.0
+    missed_ttft: float = 0.0
+    missed_tpot: float = 0.0
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What one decision hands to the next. `boost`: by role, what the cost model underrates, by what requests got.
-    `flipped_at`: by the role that a worker was flipped to."""
+    `flipped_at`: by the role that a worker was flipped to. `missing_since`: since when targets are missed at every turn
+    though nothing is short; None: they are not."""
 
     past: tuple[Past, ...] = ()
     grown_at: Mapping[str, float] = field(default_factory=dict)
@@ -184,6 +204,8 @@ class Memory:
     blocked: Mapping[str, Blocked] = field(default_factory=dict)
     boost: Mapping[str, float] = field(default_factory=dict)
     boosted_at: float = 0.0
+    missing_since: float | None = None
+    account: Account = field(default_factory=Account)
 
 
 @dataclass(frozen=True, slots=True)

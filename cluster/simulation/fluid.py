@@ -18,7 +18,7 @@ from headrace.values import ParallelLayout, Role
 STEP_SECONDS = 1.0
 DECIDE_SECONDS = 30
 START_SECONDS = 180
-INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE = 2000.0, 250.0, 0.3
+INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE, LENGTH_CV = 2000.0, 250.0, 0.3, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class World:
         card = cards.load(card_name)
         tokens = card.num_blocks * 32
         worker = Worker(card.cost, tokens, 256, 8192, card.block_bytes / 32)
-        lengths = tuple(lengths_around(INPUT_TOKENS, OUTPUT_TOKENS, hit_rate=HIT_RATE, cv=0.8))
+        lengths = tuple(lengths_around(INPUT_TOKENS, OUTPUT_TOKENS, hit_rate=HIT_RATE, cv=LENGTH_CV))
         return cls(worker, lengths, Target(2.0, 0.02, 0.99))
 
     def rules(self, most: int, **changes: object) -> Rules:

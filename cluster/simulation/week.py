@@ -1,7 +1,5 @@
 """A week of traffic before the production autoscaler: days and nights, a weekend, surges and bursts.
 
-    python -m cluster.simulation.week [--days 7] [--seed 1] [--rate 150] [--json out.json]
-
 Reports → meter → history → decide are production's own, by the second and every half minute as in a cluster. What serves is
 a fluid (`cluster.simulation.fluid`), no event simulation: how far its formulas are from one, `cluster.planning.accuracy`
 measures.
@@ -10,11 +8,8 @@ Beside it runs a clairvoyant: it knows the true rate of every five minutes, has 
 model, at once and without a start, and as little reserve as keeps the same share of requests within the targets.
 """
 
-import argparse
-import json
 import math
-import pathlib
-import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +32,7 @@ from cluster.simulation.fluid import (
     Fluid,
     World,
 )
+from cluster.simulation.surplus import Surplus
 from headrace.reports import ClassCounts, RouterReport
 
 DAY = 86_400
@@ -112,7 +108,9 @@ class Fleet:
 
 @dataclass
 class Outcome:
-    """Of one run. `changes` by hour: decisions that changed what is desired."""
+    """Of one run. `changes` by hour: decisions that changed what is desired, `moves` each with its kind; `sizes`: (since,
+    prefill, decode) workers that serve; `kept`: the share of each second's arrivals that kept their targets; `surplus`: see
+    `cluster.simulation.surplus`."""
 
     attainment: float
     gpu_hours: float
@@ -123,6 +121,17 @@ class Outcome:
     kinds: Counter[str]
     most_gpus: int
     trace: list[tuple[int, float, int, int]]
+    sizes: list[tuple[int, int, int]]
+    moves: list[tuple[int, str]]
+    kept: np.ndarray
+    surplus: dict[str, float]
+
+    def sizes_within(self, first: int, end: int) -> tuple[int, int] | None:
+        """(prefill, decode) workers from `first` on; None where others served before `end`."""
+        at = bisect_right(self.sizes, (first, 1 << 30, 0)) - 1
+        if at < 0 or (at + 1 < len(self.sizes) and self.sizes[at + 1][0] < end):
+            return None
+        return self.sizes[at][1:]
 
     @property
     def most_changes_an_hour(self) -> int:
@@ -137,29 +146,37 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
     changed: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     trace: list[tuple[int, float, int, int]] = []
+    changed_sizes: list[tuple[int, int, int]] = []
+    moves: list[tuple[int, str]] = []
+    kept_by_second = np.ones(len(traffic.arrivals))
+    surplus = Surplus(world)
     sizes = (0, 0)
     for second, arrivals in enumerate(traffic.arrivals.tolist()):
         if second % FLIP_SECONDS == 0:
             for fleet in fleets.values():
                 fleet.pass_to(second)
-            sizes = _serving(fleets, second)
+            before, sizes = sizes, _serving(fleets, second)
+            if sizes != before:
+                changed_sizes.append((second, *sizes))
         held = sum(fleet.num_holding for fleet in fleets.values())
         gpu_seconds += held
         most = max(most, held)
-        kept = fluid.step(arrivals, *sizes)
+        kept = kept_by_second[second] = fluid.step(arrivals, *sizes)
         counts.add(arrivals, kept, fluid)
         if second % DECIDE_SECONDS == 0:
             reports = {"r": counts.report(second, fluid)}
             history.add(meter.look(reports, float(second)), DECIDE_SECONDS if second else 0, float(second))
             heard = meter.traffic(float(second))
             pools = {name: _seen(world, fleet, second) for name, fleet in fleets.items()}
-            forecast = history.forecast(heard.per_second, rules.lead_seconds)
+            forecast = history.forecast(heard.level, rules.lead_seconds)
             inputs = Inputs(float(second), rules, pools, heard, forecast, memory)
             decision = decide(inputs)
             memory = decision.memory
+            surplus.add(inputs, decision, float(traffic.rates[second]), held, DECIDE_SECONDS)
             if changes(decision, inputs):
                 changed[second // 3600] += 1
                 kinds[decision.kind] += 1
+                moves.append((second, decision.kind))
                 for name, size_ in decision.pools.items():
                     fleets[name].order(size_, second)
         if second % CLAIRVOYANT_SECONDS == 0:
@@ -175,6 +192,10 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
         kinds,
         most,
         trace,
+        changed_sizes,
+        moves,
+        kept_by_second,
+        surplus.gpu_hours,
     )
 
 
@@ -239,7 +260,7 @@ def clairvoyant(world: World, traffic: Traffic, attainment: float) -> tuple[floa
         for second, arrivals in enumerate(traffic.arrivals.tolist()):
             if second % CLAIRVOYANT_SECONDS == 0:
                 rate = float(traffic.rates[second : second + CLAIRVOYANT_SECONDS].max()) * reserve
-                sized = _fewest(world, _coarse_up(rate))
+                sized = fewest(world, coarse_up(rate))
             fluid.step(arrivals, sized.prefill, sized.decode)
             gpu_seconds += sized.num_workers
         found = gpu_seconds / 3600, fluid.attainment
@@ -248,65 +269,12 @@ def clairvoyant(world: World, traffic: Traffic, attainment: float) -> tuple[floa
     return found
 
 
-def _coarse_up(rate: float) -> float:
+def coarse_up(rate: float) -> float:
     return 1.005 ** math.ceil(math.log(rate, 1.005))
 
 
 @lru_cache(maxsize=4096)
-def _fewest(world: World, rate: float) -> Pools:
+def fewest(world: World, rate: float) -> Pools:
     sized = size(world.worker, world.worker, Load(rate, world.lengths), world.target)
     assert isinstance(sized, Sized), sized
     return sized.pools
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--days", type=float, default=7.0)
-    parser.add_argument("--rate", type=float, default=150.0, help="requests a second at the peak of a day")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--card", default="h200")
-    parser.add_argument("--json", type=pathlib.Path, help="writes what was found")
-    arguments = parser.parse_args()
-    world = World.of(arguments.card)
-    traffic = Traffic.of(arguments.days, arguments.rate, arguments.seed)
-    rules = world.rules(most=64)
-    first = _fewest(world, _coarse_up(float(traffic.rates[0])))
-    ours = follow(world, traffic, rules, {"prefill": Size(first.prefill), "decode": Size(first.decode)})
-    least, theirs = clairvoyant(world, traffic, rules.target.attainment)
-    constant = follow(
-        world,
-        Traffic.constant(24, arguments.rate / 2, arguments.seed),
-        rules,
-        {"prefill": Size(1), "decode": Size(1)},
-    )
-    steady = {hour: number for hour, number in constant.changes.items() if hour >= 1}
-    found = {
-        "days": arguments.days,
-        "rate": arguments.rate,
-        "seed": arguments.seed,
-        "arrivals": ours.arrivals,
-        "attainment": ours.attainment,
-        "late": ours.late,
-        "slow": ours.slow,
-        "gpu_hours": ours.gpu_hours,
-        "most_gpus": ours.most_gpus,
-        "changes": sum(ours.changes.values()),
-        "most_changes_an_hour": ours.most_changes_an_hour,
-        "kinds": dict(ours.kinds),
-        "clairvoyant_gpu_hours": least,
-        "clairvoyant_attainment": theirs,
-        "ratio": ours.gpu_hours / least,
-        "constant_changes_an_hour": max(steady.values(), default=0),
-        "constant_changes_a_day": sum(steady.values()),
-        "constant_attainment": constant.attainment,
-    }
-    for name, value in found.items():
-        print(f"{name:28} {value}", file=sys.stderr)
-    print(json.dumps(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**found, "trace": ours.trace}), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

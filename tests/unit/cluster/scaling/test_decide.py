@@ -73,6 +73,31 @@ def test_what_requests_got_corrects_the_model_a_step_at_a_time_and_not_where_no_
     assert not world.memory.boost
 
 
+def test_a_burst_that_made_requests_late_is_no_fault_of_the_model() -> None:
+    """It missed the targets of one window, and a tenth more workers were kept for most of a day."""
+    world = World(rules(), {"decode": Size(8), "prefill": Size(8)})
+    for late in (0.0, 0.3, 0.3, 0.3, 0.3, 0.0, 0.0):
+        world.turn(traffic(100.0, attainment=1 - late, missed_ttft=late))
+    assert not world.memory.boost
+
+
+def test_what_hours_missed_is_made_up_for_by_more_and_forgotten() -> None:
+    world = World(rules(), {"decode": Size(8), "prefill": Size(8)})
+    kept = world.settle(traffic(100.0), hours=1.0).needs
+    missed = world.settle(traffic(100.0, attainment=0.985, missed_ttft=0.015), hours=6.0).needs
+    assert kept.workers["prefill"] * 1.1 < missed.workers["prefill"] <= kept.workers["prefill"] * 1.3
+    assert kept.workers["decode"] == missed.workers["decode"], "no answer was slow"
+    assert "by what requests got" in missed.reason
+    assert world.settle(traffic(100.0), hours=24.0).needs.workers == kept.workers
+
+
+def test_nodes_that_are_taken_away_are_on_record() -> None:
+    world = World(rules(), {"decode": Size(3), "prefill": Size(2)})
+    world.seen["decode"] = {"ready": 2, "leaving": 1, "evicted": 1}
+    notes = world.turn(traffic(1.0)).notes
+    assert notes == ("decode: 1 of its workers drain, for their nodes are taken away; as many start elsewhere",)
+
+
 def test_a_worker_flips_before_one_is_added() -> None:
     world = World(rules(), {"decode": Size(6), "prefill": Size(2)})
     world.settle(traffic(40.0, input_tokens=500.0), hours=0.2)

@@ -1,6 +1,7 @@
 """Counters of routers become rates that miss nothing, and a history that forecasts."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_router_that_was_silent_for_long_brings_no_rush_with_it_when_it_is_hea
         assert meter.traffic(at).per_second <= 20.0 + 1e-9
     seen = meter.traffic(2190.0)
     assert (seen.per_second, seen.gap_scv) == (pytest.approx(20.0), bursts)
+
+
+def test_a_burst_of_seconds_is_no_load_to_start_workers_for_and_a_rise_is() -> None:
+    burst, rise, few = Meter(60.0), Meter(60.0), Meter(60.0)
+    arrived = Counter[str]()
+    for at in range(0, 200, 10):
+        arrived.update(burst=1000 + 1000 * (at == 160), rise=1000 + 1000 * (at >= 160), few=30 * (at == 160))
+        for name, meter in (("burst", burst), ("rise", rise), ("few", few)):
+            look(meter, at, report(arrived[name]))
+    seen = burst.traffic(190.0)
+    assert seen.per_second == pytest.approx(700 / 6)
+    assert 100.0 <= seen.level <= 102.0
+    assert rise.traffic(190.0).level > 130.0, "half of the window is like that"
+    assert few.traffic(190.0).level == pytest.approx(0.5), "where hardly any come none of them is chance"
 
 
 def test_who_is_beyond_a_quota_buys_no_workers() -> None:
