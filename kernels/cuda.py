@@ -99,7 +99,7 @@ class CudaOps:
             return dense_prefill(q_THE, pool, layer, tables[0], contexts[:1], scale)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         if decodes:
-            tile = self._decode_tile(decodes * num_kv_heads)
+            tile = self._decode_tile(decodes * num_kv_heads, batch.max_context)
             scratch = self._decode_scratch(tile, num_kv_heads, head_dim)
             paged_decode(q_THE[:decodes], pool, layer, batch, scale, out, scratch, tile)
         for prompt in whole:
@@ -122,6 +122,10 @@ class CudaOps:
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
         prepare(num_heads, num_kv_heads, head_dim, dtype, range(self._dense_from[0], most_tokens + 1), self._device)
 
+    def decode_contexts(self, num_rows: int, num_kv_heads: int) -> tuple[int, ...]:
+        long = self._tuning.decode_long
+        return () if long is None or num_rows * num_kv_heads > long.most_units else (long.least_context,)
+
     def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         return functional.linear(x_TI, weight_OI, bias_O)
 
@@ -131,7 +135,10 @@ class CudaOps:
             silu_mul.silu_mul(x_T2F, out, self._tuning.silu)
         return out
 
-    def _decode_tile(self, num_units: int) -> DecodeTile:
+    def _decode_tile(self, num_units: int, max_context: int) -> DecodeTile:
+        long = self._tuning.decode_long
+        if long is not None and num_units <= long.most_units and max_context >= long.least_context:
+            return long.tile
         if num_units >= MANY_UNITS:
             return self._tuning.decode_many
         return self._tuning.decode_few if num_units <= FEW_UNITS else self._tuning.decode

@@ -47,5 +47,8 @@ class FixedCudaOps(CudaOps):
                 fixed_attention(q_THE, pool, layer, batch, scale, out, rows, most, tile, apart=apart)
         return out
 
+    def decode_contexts(self, num_rows: int, num_kv_heads: int) -> tuple[int, ...]:
+        return ()
+
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
         pass

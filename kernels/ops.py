@@ -69,6 +69,11 @@ class Ops(Protocol):
         thread."""
         ...
 
+    def decode_contexts(self, num_rows: int, num_kv_heads: int) -> tuple[int, ...]:
+        """Contexts from which on so many decode rows are computed in another way, by batch.max_context: what was captured
+        of shorter ones gives the same of longer ones, more slowly."""
+        ...
+
     def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x · wᵀ + b. I inputs, O outputs of this rank; rows of w may be strided, and on a CPU its columns."""
         ...

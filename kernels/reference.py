@@ -47,6 +47,9 @@ class ReferenceOps:
         layer_NK2SE[block, :, 1, offset] = v_TKE.to(pool.dtype)
         return _rotate(q_THE, cos_T1F, sin_T1F)
 
+    def decode_contexts(self, num_rows: int, num_kv_heads: int) -> tuple[int, ...]:
+        return ()
+
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, most_tokens: int) -> None:
         pass
 

@@ -20,6 +20,16 @@ class DecodeTile:
 
 
 @dataclass(frozen=True, slots=True)
+class LongDecode:
+    """What a few rows take instead where one of them is long: of up to `most_units` units of row and KV head, where a
+    context has `least_context` tokens."""
+
+    most_units: int
+    least_context: int
+    tile: DecodeTile
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillTile:
     rows: int
     tokens: int
@@ -64,6 +74,7 @@ class ReduceTile:
 class Tuning:
     decode: DecodeTile
     decode_few: DecodeTile  # where most units are shared among many multiprocessors
+    decode_long: LongDecode | None  # None: the same as where all are short
     decode_many: DecodeTile  # where there are rows enough for every multiprocessor
     prefill: PrefillTile
     norm: RowTile
@@ -79,9 +90,11 @@ class Tuning:
     @classmethod
     def read(cls, path: Path) -> "Tuning":
         tiles = json.loads(path.read_text())
+        long = tiles["decode_long"]
         return cls(
             DecodeTile(**tiles["decode"]),
             DecodeTile(**tiles["decode_few"]),
+            None if long is None else LongDecode(**long | {"tile": DecodeTile(**long["tile"])}),
             DecodeTile(**tiles["decode_many"]),
             PrefillTile(**tiles["prefill"]),
             RowTile(**tiles["norm"]),

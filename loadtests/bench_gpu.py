@@ -116,7 +116,12 @@ def attention_rows() -> Iterator[Row]:
 
     device = torch.device("cuda", 0)
     bench = Bench(device, CudaOps(device), Report("kernels"))
-    for name, num_rows, context, must, aim in (("b128_1k", 128, 1024, 0.92, 0.97), ("b1_32k", 1, 32768, 0.8, 0.92)):
+    for name, num_rows, context, must, aim in (
+        ("b128_1k", 128, 1024, 0.92, 0.97),
+        ("b1_32k", 1, 32768, 0.8, 0.92),
+        ("b1_16k", 1, 16384, None, None),
+        ("b1_1k", 1, 1024, None, None),
+    ):
         row = bench.decode(num_rows, context, name)
         yield replace(row, name=f"attn_bw_{name}", must=must, aim=aim)
 

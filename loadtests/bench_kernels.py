@@ -178,10 +178,13 @@ class Bench:
             raise ValueError(f"relative error must be below 1e-2, got {bad}")
 
     def decode(self, num_rows: int, context: int, label: str) -> Row:
-        """All layers of one step, one graph."""
+        """All layers of one step, one graph. Where a context has a tile for long ones, beside the other."""
         batch = batch_of([(1, context)] * num_rows, self.device)
         num_bytes = LAYERS * num_rows * (context * KV_HEADS * 2 * DIM + 2 * HEADS * DIM) * 2
-        return self._attention(f"decode_{label}", batch, num_bytes)
+        ordinary = None
+        if any(context >= least for least in self.ops.decode_contexts(num_rows, KV_HEADS)):
+            ordinary = CudaOps(self.device, replace(tuning_of(self.device), decode_long=None))
+        return self._attention(f"decode_{label}", batch, num_bytes, ordinary)
 
     def decode_mixed(self) -> None:
         """128 rows of 100 to 1,800 tokens and one of 16k: what the even split is for."""
@@ -190,14 +193,15 @@ class Bench:
         num_bytes = LAYERS * (sum(contexts) * KV_HEADS * 2 * DIM + 2 * len(contexts) * HEADS * DIM) * 2
         self._attention("decode_mixed", batch, num_bytes)
 
-    def _attention(self, name: str, batch: AttentionBatch, num_bytes: int) -> Row:
+    def _attention(self, name: str, batch: AttentionBatch, num_bytes: int, peer: CudaOps | None = None) -> Row:
         q = queries(batch.num_decodes, self.device)
 
-        def step() -> None:
+        def step(ops: CudaOps) -> None:
             for layer in range(LAYERS):
-                self.ops.attention(q, self.pool, layer, batch, SCALE)
+                ops.attention(q, self.pool, layer, batch, SCALE)
 
-        return self._bandwidth(name, num_bytes, seconds_of(step))
+        others = None if peer is None else seconds_of(partial(step, peer))
+        return self._bandwidth(name, num_bytes, seconds_of(partial(step, self.ops)), others)
 
     def prefill(self, num_tokens: int, context: int, label: str, known: bool = True) -> None:
         """One row; `known`: the host knows its lengths, so that a whole prompt takes the dense path. Beside it, SDPA's
@@ -276,14 +280,23 @@ class Bench:
             us = [s * 1e6 for s in seconds_of(run)]
             self._note(f"{name}_b128_us", statistics.median(us), "us", us)
 
-    def _bandwidth(self, name: str, num_bytes: int, seconds: list[float]) -> Row:
+    def _bandwidth(self, name: str, num_bytes: int, seconds: list[float], others: list[float] | None = None) -> Row:
+        peer = None if others is None else num_bytes / statistics.median(others) / self.copy_rate
         fractions = [num_bytes / s / self.copy_rate for s in seconds]
         typical = statistics.median(seconds)
         detail = {"microseconds": typical * 1e6, "gbps": num_bytes / typical / 1e9}
-        return self._note(f"{name}_fraction", statistics.median(fractions), "fraction", fractions, **detail)
+        value = statistics.median(fractions)
+        return self._note(f"{name}_fraction", value, "fraction", fractions, peer, "short contexts' tile", **detail)
 
     def _note(
-        self, name: str, value: float, unit: str, samples: list[float], peer: float | None = None, **detail: float
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        samples: list[float],
+        peer: float | None = None,
+        peer_name: str = "SDPA cuDNN, dense",
+        **detail: float,
     ) -> Row:
         row = Row(
             name,
@@ -294,7 +307,7 @@ class Bench:
             AIM.get(name),
             samples,
             peer,
-            "SDPA cuDNN, dense" if peer else None,
+            peer_name if peer else None,
             value / peer if peer else None,
             detail=detail,
         )
@@ -327,6 +340,7 @@ def main() -> int:
             (32, 1024, "b32_1k"),
             (1, 32768, "b1_32k"),
             (1, 29999, "b1_30k"),
+            (1, 16384, "b1_16k"),
             (1, 1024, "b1_1k"),
         ):
             bench.decode(num_rows, context, label)

@@ -5,6 +5,7 @@ Variants are compiled side by side first, in processes of their own that fill Tr
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import torch
 from kernels import norm, rope_store, silu_mul
 from kernels.paged_decode import DecodeScratch, paged_decode
 from kernels.paged_prefill import paged_prefill
-from kernels.tuning import TUNED, DecodeTile, PrefillTile, RopeTile, RowTile, card, tuning_of
+from kernels.tuning import TUNED, DecodeTile, LongDecode, PrefillTile, RopeTile, RowTile, card, tuning_of
 from loadtests import bench_kernels as bench
 
 DECODE = [
@@ -85,6 +86,8 @@ SILU = [RowTile(elements, warps) for elements in (1024, 2048, 4096, 8192) for wa
 ROPE = [RopeTile(heads, warps) for heads in (8, 16, 32) for warps in (2, 4, 8)]
 
 
+# where a tile for long contexts is looked for: worth a graph and a kernel more where it gains so much
+LONG_ROWS, LONG_CONTEXTS, LONG_GAIN = (1, 2, 4), (4096, 8192, 16384, 32768), 1.01
 FEW_WEIGHTS = {"b1_32k": 2.0, "b1_30k": 1.0, "b4_mixed": 1.0, "b8_4k": 1.0, "b1_1k": 0.3}
 
 
@@ -123,9 +126,13 @@ class Tuner:
         self.table: dict[str, list[dict[str, Any]]] = {}
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def decode(self, few_only: bool) -> tuple[DecodeTile, DecodeTile, DecodeTile]:
-        """(decode, decode_few, decode_many)."""
-        shapes = {
+    def decode(self, few_only: bool) -> dict[str, DecodeTile | LongDecode | None]:
+        """Those of decode attention, by their names in the table of tiles."""
+        long = {
+            f"b{rows}_{context // 1024}k alone": bench.batch_of([(1, context)] * rows, self.device)
+            for rows, context in itertools.product(LONG_ROWS, LONG_CONTEXTS)
+        }
+        shapes = long | {
             "b128_1k": bench.batch_of([(1, 1024)] * 128, self.device),
             "b8_4k": bench.batch_of([(1, 4096)] * 8, self.device),
             "b32_1k": bench.batch_of([(1, 1024)] * 32, self.device),
@@ -158,12 +165,32 @@ class Tuner:
             return tokens[name] * bench.KV_HEADS * bench.DIM * 4 / seconds / self.copy_rate
 
         few: DecodeTile = self._best("decode_few", FEW, fraction, list(FEW_WEIGHTS), FEW_WEIGHTS)
-        if few_only:
-            found = tuning_of(self.device)
-            return found.decode, few, found.decode_many
-        some: DecodeTile = self._best("decode", variants, fraction, ["b32_1k", "b4_mixed"])
-        many: DecodeTile = self._best("decode_many", variants, fraction, ["b128_1k", "mixed"])
-        return some, few, many
+        found: dict[str, DecodeTile | LongDecode | None] = {
+            "decode_few": few,
+            "decode_long": self._long(few, self._best("decode_long", FEW, fraction, ["b1_32k", "b1_30k"]), fraction),
+        }
+        if not few_only:
+            found["decode"] = self._best("decode", variants, fraction, ["b32_1k", "b4_mixed"])
+            found["decode_many"] = self._best("decode_many", variants, fraction, ["b128_1k", "mixed"])
+        return found
+
+    def _long(
+        self, few: DecodeTile, tile: DecodeTile, fraction: Callable[[DecodeTile, str], float]
+    ) -> LongDecode | None:
+        """From which context on it is faster than the one for all lengths, and for how many rows."""
+        found = None
+        for rows in LONG_ROWS:
+            least = None
+            for context in reversed(LONG_CONTEXTS):
+                own, other = (fraction(each, f"b{rows}_{context // 1024}k alone") for each in (tile, few))
+                print(f"decode_long {rows} × {context}: {own:.3f}, {other:.3f} by decode_few", flush=True)
+                if own < LONG_GAIN * other:
+                    break
+                least = context
+            if least is None:
+                break
+            found = LongDecode(rows * bench.KV_HEADS, max(least, found.least_context if found else 0), tile)
+        return found
 
     def prefill(self) -> PrefillTile:
         shapes = {str(n): bench.batch_of([(n, context)], self.device) for n, context in ((1024, 1024), (8192, 8192))}
@@ -247,7 +274,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, required=True, help="where every measurement goes, as JSON")
     parser.add_argument("--out", type=Path, help="default kernels/tuned/CARD.json")
     parser.add_argument("--decode-only", action="store_true", help="the other tiles stay as they are")
-    parser.add_argument("--few-only", action="store_true", help="all but that of decode attention over few rows stay")
+    parser.add_argument("--few-only", action="store_true", help="all but those of decode attention over few rows stay")
     arguments = parser.parse_args()
     started = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as processes:
@@ -261,8 +288,7 @@ def main() -> int:
     if not (arguments.decode_only or arguments.few_only):
         norm_tile, rope_tile, silu_tile = tuner.rows()
         found = dataclasses.replace(found, prefill=tuner.prefill(), norm=norm_tile, rope=rope_tile, silu=silu_tile)
-    decode, few, many = tuner.decode(arguments.few_only)
-    found = dataclasses.replace(found, decode=decode, decode_few=few, decode_many=many)
+    found = dataclasses.replace(found, **tuner.decode(arguments.few_only))  # type: ignore[arg-type]
     arguments.table.write_text(json.dumps(tuner.table))
     (arguments.out or TUNED / f"{card(device)}.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
     print(f"tuned in {time.monotonic() - started:.1f} s: {found}", flush=True)

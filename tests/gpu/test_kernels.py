@@ -5,7 +5,7 @@ import torch
 
 from kernels.draws import CudaDraws
 from kernels.sample_floor import MOST_CANDIDATES
-from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
+from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -23,6 +23,14 @@ def test_decode(contexts: list[int], num_programs: int, dtype: torch.dtype) -> N
     for seed in range(2):
         for tile in (tuning_of(CUDA).decode, tuning_of(CUDA).decode_many):
             checks.check_decode(contexts, 4, 8, 128, 32, num_programs, tile, CUDA, dtype, seed)
+
+
+@pytest.mark.parametrize("context", [1000, 16383, 16384, 29999])
+def test_a_long_row_alone(context: int) -> None:
+    """By the card's own tile for long contexts, and by the one for short ones; where the card has no such, by another."""
+    long = tuning_of(CUDA).decode_long or LongDecode(8, 16384, DecodeTile(32, 2, 2, 32, 4, 6))
+    checks.check_long_decode(context, long, CUDA, torch.bfloat16)
+    checks.check_decode([context], 4, 8, 128, 32, 264, long.tile, CUDA, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

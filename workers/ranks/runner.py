@@ -155,7 +155,7 @@ class Runner:
         self._prompts: PromptGraphs | None = None
         if graphs and context.device.type == "cuda":
             parts = (self._model, self.pool.tensor, self._rows, self._graph_memory, engine.max_num_seqs)
-            self._decodes = DecodeGraphs(*parts, context)
+            self._decodes = DecodeGraphs(*parts, context, self._ops)
             if layout.pp == 1:
                 self._prompts = PromptGraphs(*parts, engine.max_step_tokens)
         self._sampler: Sampler | None = None
@@ -212,14 +212,15 @@ class Runner:
         return self._launch_eagerly(plan)
 
     def _replay_decodes(self, plan: StepPlan, graphs: DecodeGraphs) -> Launched:
-        inputs = self._rows.decode_inputs(plan, graphs.size_for(plan.num_decodes))
+        shape = graphs.shape_for(plan)
+        inputs = self._rows.decode_inputs(plan, shape.num_columns)
         if self._passing is not None:  # the graph fills what that is being sent from
             self._passing[1].wait()
         if self._context.is_first_stage:
             self._returning.collect(late_rows(plan))
         else:
             self._context.receive(graphs.entering(inputs.num_rows), self._context.stage - 1).wait()
-        leaving = graphs.replay(inputs)
+        leaving = graphs.replay(shape, inputs)
         if self._context.is_last_stage:
             return self._draw(plan, leaving, inputs.rows)
         assert leaving is not None

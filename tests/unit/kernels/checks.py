@@ -23,7 +23,7 @@ from kernels import (
 from kernels.cuda import CudaOps
 from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps, gather_context
-from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile
+from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels.batches import filled_pool, paged_batch
 from workers.ranks.sampler import Draw, Sampler
 from workers.scheduling.plan import RowStart
@@ -152,6 +152,24 @@ def check_mixed_step(device: torch.device, dtype: torch.dtype, dense_from: int) 
         q = torch.randn(sum(tokens for tokens, _ in rows), 6, 16, generator=generator).to(device, dtype)
         ops = CudaOps(device, num_multiprocessors=3, dense_from_tokens=(dense_from, dense_from))
         assert_near(ops.attention(q, pool, 1, batch, 0.2), REFERENCE.attention(q, pool, 1, batch, 0.2))
+
+
+def check_long_decode(context: int, long: LongDecode, device: torch.device, dtype: torch.dtype) -> None:
+    """One decode row through CudaOps where long contexts have a tile of their own, by batch.max_context: that of the row,
+    as a step says it, and the bounds that graphs of shorter and of longer ones are captured with."""
+    generator = torch.Generator().manual_seed(context)
+    num_blocks = -(-context // 16) + 1
+    tuning = dataclasses.replace(tuning_of(device), decode_long=long)
+    ops = CudaOps(device, tuning, None if device.type == "cuda" else 5)
+    batch = paged_batch([(1, context)], 16, num_blocks, generator)
+    pool = filled_pool((num_blocks, 2, 2, 2, 16, 16), 1, batch, generator).to(device, dtype)
+    q = torch.randn(1, 6, 16, generator=generator).to(device, dtype)
+    assert ops.decode_contexts(1, 2) == (long.least_context,)
+    for bound in (context, long.least_context - 1 if context >= long.least_context else long.least_context):
+        given = dataclasses.replace(on(batch, device), max_context=bound)
+        taken = ops._decode_tile(2, bound)
+        assert taken == (long.tile if bound >= long.least_context else tuning.decode_few)
+        assert_near(ops.attention(q, pool, 1, given, 0.2), REFERENCE.attention(q, pool, 1, given, 0.2))
 
 
 def check_lone_prompt(num_tokens: int, device: torch.device, dtype: torch.dtype) -> None:

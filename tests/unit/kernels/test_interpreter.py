@@ -1,12 +1,15 @@
 """Every kernel against its reference, in Triton's interpreter on the CPU. No skip: without Triton this fails."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.cuda import WholePrompt, whole_prompts
+from kernels.cuda import CudaOps, WholePrompt, whole_prompts
+from kernels.cuda_fixed import FixedCudaOps
 from kernels.dense_prefill import rounded
 from kernels.draws import CudaDraws
-from kernels.tuning import DecodeTile, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
+from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
 
 pytestmark = [pytest.mark.torch, pytest.mark.interpreter]
@@ -86,6 +89,20 @@ def test_prefill_leaves_whole_prompts_to_the_dense_kernel() -> None:
 )
 def test_gather_row(num_tokens: int, length: int, block_size: int) -> None:
     checks.check_gather_row(num_tokens, length, 2, 16, block_size, CPU, F32)
+
+
+@pytest.mark.parametrize("context", [63, 64, 200])
+def test_a_long_row_among_few_has_a_tile_of_its_own(context: int) -> None:
+    checks.check_long_decode(context, LongDecode(4, 64, DecodeTile(32, 2, 1, 4, 4, 2)), CPU, F32)
+
+
+def test_only_few_units_have_a_tile_for_long_rows() -> None:
+    tuning = replace(tuning_of(CPU), decode_long=LongDecode(4, 64, DecodeTile(32, 2, 1, 4, 4, 2)))
+    ops = CudaOps(CPU, tuning, 4)
+    assert [ops.decode_contexts(rows, 2) for rows in (1, 2, 3)] == [(64,), (64,), ()]
+    assert ops._decode_tile(6, 10_000) == tuning.decode_few
+    assert CudaOps(CPU, replace(tuning, decode_long=None), 4).decode_contexts(1, 2) == ()
+    assert FixedCudaOps(CPU, tuning, 4).decode_contexts(1, 2) == ()
 
 
 def test_prompts_are_computed_as_few_lengths() -> None:
