@@ -56,9 +56,10 @@ class Autoscaler:
         self._open: list[Recorded] = []
         self._said: tuple[object, ...] = ()
 
-    async def turn(self, desired: Desired, seen: Sequence[Seen]) -> Desired:
-        """What is desired from now on; the same where nothing is to change, or it is not time yet. StoreUnavailable
-        when Redis does not answer: then nothing was changed, or all that was decided."""
+    async def turn(self, desired: Desired, seen: Sequence[Seen], reserved_gpus: int = 0) -> Desired:
+        """What is desired from now on; the same where nothing is to change, or it is not time yet. `reserved_gpus` of the
+        budget are a canary's, which pools do not count as theirs: all of the load is sized for, so that it can come back.
+        StoreUnavailable when Redis does not answer: then nothing was changed, or all that was decided."""
         at = self._clock.now()
         if at < self._due_at:
             return desired
@@ -67,6 +68,9 @@ class Autoscaler:
         now = await self._state.time()
         complete = await self._look(history, now)
         inputs = await self._inputs(history, desired, seen, now)
+        budget = self._rules.budget_gpus
+        if reserved_gpus and budget is not None:
+            inputs = replace(inputs, rules=replace(self._rules, budget_gpus=max(budget - reserved_gpus, 0)))
         decision = decide(inputs)
         before = self._number, self._open, self._said
         carried_out = changes(decision, inputs) and self._rules.mode != "dry-run"

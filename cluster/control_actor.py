@@ -4,16 +4,16 @@ import asyncio
 import os
 import threading
 import traceback
-from functools import partial
 
 import ray
 
 from cluster.autoscaler import Autoscaler
+from cluster.canary.control import Canary
 from cluster.controller import Controller
 from cluster.pools import RayPools
 from cluster.state import ControlState
 from headrace.clock import SystemClock
-from headrace.config import ClusterConfig
+from headrace.config import ClusterConfig, EngineConfig, PoolConfig
 from headrace.store import connect
 
 NAME = "controller"
@@ -53,11 +53,13 @@ class ControlActor:
 
     async def _control(self) -> None:
         store = connect(self._redis_url, BUDGET_SECONDS)
-        pools = RayPools(ray.get_runtime_context().namespace, partial(rank_resources, self._config))
-        state = ControlState(store, self._config.name)
+        state, canary = ControlState(store, self._config.name), Canary(self._config, store)
+        pools = RayPools(ray.get_runtime_context().namespace, lambda pool: _resources(self._config, pool, canary))
         clock, scaled = SystemClock(), self._config.autoscaling.mode != "fixed"
         autoscaler = Autoscaler(self._config, store, clock) if scaled else None
-        self._controller = Controller(self._config, self._redis_url, self._host, pools, state, clock, autoscaler)
+        self._controller = Controller(
+            self._config, self._redis_url, self._host, pools, state, clock, autoscaler, canary
+        )
         self._loop = asyncio.get_running_loop()
         try:
             await self._controller.run()
@@ -65,13 +67,19 @@ class ControlActor:
             await store.close()
 
 
-def rank_resources(config: ClusterConfig, pool: str) -> dict[str, float]:
-    """What Ray sets aside for each rank of a pool, the configuration's or one that was desired since."""
-    own = config.pools[pool].rank_resources if pool in config.pools else None
-    given = own or config.ray.rank_resources
+def _resources(config: ClusterConfig, name: str, canary: Canary) -> dict[str, float]:
+    """Of a pool of the configuration's, of the canary's, or one that was desired since."""
+    revision = canary.revision_of(name)
+    _, engine, pool = canary.settings(name, revision)
+    return rank_resources(config, pool, engine)
+
+
+def rank_resources(config: ClusterConfig, pool: PoolConfig | None, engine: EngineConfig) -> dict[str, float]:
+    """What Ray sets aside for each rank of a pool."""
+    given = (pool.rank_resources if pool is not None else None) or config.ray.rank_resources
     if given is not None:
         return dict(given)
-    return {"GPU": 1.0} if config.engine.device == "cuda" else {"CPU": 1.0}
+    return {"GPU": 1.0} if engine.device == "cuda" else {"CPU": 1.0}
 
 
 def namespace(cluster: str) -> str:

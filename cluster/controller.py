@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from cluster.autoscaler import Autoscaler, Seen
+from cluster.canary.control import Canary
 from cluster.pools import WAITING, Addresses, RayPools
 from cluster.reconcile import (
     Action,
@@ -33,7 +34,7 @@ from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.errors import HeadraceError, InternalError, WorkerLost
 from headrace.store import StoreUnavailable
-from headrace.values import Role
+from headrace.values import STABLE, Role
 from workers.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Controller:
         state: ControlState,
         clock: Clock,
         autoscaler: Autoscaler | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self._config = config
         self._redis_url = redis_url
@@ -79,10 +81,12 @@ class Controller:
         self._state = state
         self._clock = clock
         self._autoscaler = autoscaler
+        self._canary = canary
         self._token = secrets.token_hex(8)
         self._workers: dict[str, _Worker] = {}
         self._history: dict[str, History] = {}
         self._desired: Desired | None = None
+        self._wanted: Desired | None = None
         self._changed = asyncio.Event()
         self._stopping = False
         self._adopted = False
@@ -95,8 +99,11 @@ class Controller:
                     if await self._state.lead(self._token):
                         await self._adopt(tasks)
                         await self._hear_notices()
-                        self._desired = await self._scaled(await self._read_desired())
-                        self._act(self._needed(self._desired), tasks)
+                        desired = await self._read_desired()
+                        reserved = await self._judge_canary(desired)
+                        self._desired = await self._scaled(desired, reserved)
+                        self._wanted = self._canary.applied(self._desired) if self._canary else self._desired
+                        self._act(self._needed(self._wanted), tasks)
                         await self._publish()
                 await self._wait()
             await self._take_down(tasks)
@@ -134,12 +141,27 @@ class Controller:
             await self._state.write_desired(desired)
         return desired
 
-    async def _scaled(self, desired: Desired) -> Desired:
+    async def _judge_canary(self, desired: Desired) -> int:
+        """A turn of the canary, where there may be one; the GPUs that are its own. One that cannot be judged has no share:
+        routers see that nothing turns."""
+        if self._canary is None:
+            return 0
+        seen = [its.seen for its in self._workers.values()]
+        try:
+            await self._canary.turn(self._token, desired, seen, self._clock.now())
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("the canary's turn failed: its workers stay, and routers give it nothing")
+        return self._canary.num_gpus(seen)
+
+    async def _scaled(self, desired: Desired, reserved_gpus: int) -> Desired:
         """As the autoscaler wants it, where there is one. One that fails costs its own decision, and nothing else."""
         if self._autoscaler is None:
             return desired
+        seen = [Seen(its.seen, its.report) for its in self._workers.values()]
         try:
-            return await self._autoscaler.turn(desired, [Seen(its.seen, its.report) for its in self._workers.values()])
+            return await self._autoscaler.turn(desired, seen, reserved_gpus)
         except StoreUnavailable:
             raise
         except Exception:
@@ -160,6 +182,7 @@ class Controller:
             pool, _, index = spec.worker_id.rpartition("-")
             role = Role(report.role) if report is not None else spec.role
             seen = ObservedWorker(pool, int(index), spec.generation, role, spec.layout, Phase.READY, self._clock.now())
+            seen = replace(seen, revision=getattr(spec, "revision", STABLE))  # an older version's worker has none
             worker = _Worker(seen, adopted.addresses, report=report)
             self._workers[spec.worker_id] = worker
             known = self._history.get(spec.worker_id, History())
@@ -173,7 +196,7 @@ class Controller:
             WorkerRecord.of(worker.seen, now, worker.addresses.service, worker.addresses.metrics)
             for _, worker in sorted(self._workers.items())
         )
-        desired = {name: pool.replicas for name, pool in self._desired.pools.items()} if self._desired else None
+        desired = {name: pool.replicas for name, pool in self._wanted.pools.items()} if self._wanted else None
         history = {slot: (past.generation, past.failures, past.reason) for slot, past in self._history.items()}
         await self._state.write_observed(ObservedState(self._token, records, desired, history))
 
@@ -196,16 +219,22 @@ class Controller:
                     self._begin_drain(self._workers[action.worker_id], action.why, tasks)
                 case Remove():
                     if action.failed:
-                        past = self._history[action.worker_id]
-                        self._history[action.worker_id] = past.failed(self._clock.now(), 0.0, action.why)
+                        self._note_failed(action)
                     self._remove(self._workers[action.worker_id])
                 case _:
                     assert_never(action)
 
+    def _note_failed(self, action: Remove) -> None:
+        past = self._history[action.worker_id]
+        self._history[action.worker_id] = past.failed(self._clock.now(), 0.0, action.why)
+        if self._canary is not None:
+            self._canary.died(replace(self._workers[action.worker_id].seen, reason=action.why))
+
     def _start(self, action: Start, tasks: asyncio.TaskGroup) -> None:
         now = self._clock.now()
         seen = ObservedWorker(
-            action.pool, action.index, action.generation, action.role, action.layout, Phase.STARTING, now
+            *(action.pool, action.index, action.generation, action.role, action.layout, Phase.STARTING, now),
+            revision=action.revision,
         )
         worker = _Worker(seen)
         self._workers[action.worker_id] = worker
@@ -213,13 +242,18 @@ class Controller:
         worker.task = tasks.create_task(self._live(worker, self._spec(action)))
 
     def _spec(self, action: Start) -> WorkerSpec:
+        config = self._config
+        model, engine, pool = config.model, config.engine, config.pools.get(action.pool)
+        if self._canary is not None:
+            model, engine, pool = self._canary.settings(action.pool, action.revision)
         return WorkerSpec(
             worker_id=action.worker_id,
             generation=action.generation,
             role=action.role,
-            model_path=self._config.model,
+            model_path=model,
             layout=action.layout,
-            engine=self._config.engine,
+            engine=engine,
+            revision=action.revision,
             handoff=self._config.handoff,
             cluster=self._config.name,
             redis_url=self._redis_url,
@@ -227,9 +261,7 @@ class Controller:
             lease_seconds=self._config.redis.lease_seconds,
             host=self._host,
             fault_hooks=self._config.fault_hooks,
-            gpu_hour_price=self._config.pools[action.pool].gpu_hour_price
-            if action.pool in self._config.pools
-            else None,
+            gpu_hour_price=pool.gpu_hour_price if pool is not None else None,
             otlp_endpoint=self._config.tracing.otlp_endpoint,
             log_format=self._config.logs.format,
             rendezvous_token=secrets.token_hex(16),
@@ -290,6 +322,8 @@ class Controller:
             ready_seconds = now - worker.seen.since if worker.seen.phase is Phase.READY else 0.0
             self._history[slot] = self._history[slot].failed(now, ready_seconds, reason)
             worker.enter(Phase.DEAD, now, reason)
+            if self._canary is not None:
+                self._canary.died(worker.seen)
         self._changed.set()
 
     async def _set_role(self, worker: _Worker, action: SetRole) -> None:

@@ -23,6 +23,9 @@ from starlette.routing import Route
 from cluster import ray_session
 from cluster.advisor import Advisor
 from cluster.autoscaler import Autoscaler
+from cluster.canary.store import CanaryState
+from cluster.canary.values import Phase as CanaryIs
+from cluster.canary.values import State as CanaryKnown
 from cluster.console.start import watching
 from cluster.launch import in_thread
 from cluster.reconcile import Phase
@@ -163,15 +166,15 @@ class Answers:
 
     async def metrics(self, request: Request) -> Response:
         try:
-            observed, scaling = (
-                await self._state.observed(),
-                await ScalingState(self._state.store, self._state.cluster).now(),
-            )
+            store, cluster = self._state.store, self._state.cluster
+            observed, scaling = await self._state.observed(), await ScalingState(store, cluster).now()
+            canary = (await CanaryState(store, cluster).read()).state
         except StoreUnavailable as error:
             return PlainTextResponse(f"{error.message}\n", 503)
         advised = scaling.decision.advised if scaling is not None else {}
         registry = CollectorRegistry()
         registry.register(Sizes(observed or ObservedState(""), {pool: size.replicas for pool, size in advised.items()}))
+        registry.register(CanaryPhase(canary))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -209,3 +212,17 @@ class Sizes(Collector):
             for phase in Phase:
                 exist.add_metric([pool, phase.value], seen[pool, phase.value])
         yield from (wanted, exist, best)
+
+
+class CanaryPhase(Collector):
+    """1 of the phase that the last canary is in, 0 of the others; nothing where there never was one."""
+
+    def __init__(self, canary: CanaryKnown | None) -> None:
+        self._canary = canary
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(metrics.CANARY_PHASE, "The canary's phase.", labels=["revision", "phase"])
+        if self._canary is not None:
+            for phase in CanaryIs:
+                family.add_metric([self._canary.canary.revision, phase.value], float(phase is self._canary.phase))
+        yield family

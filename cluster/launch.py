@@ -359,7 +359,13 @@ def _reachable(host: str) -> str:
 
 def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:
     """A model folder or file that is named relative to the configuration file, as an absolute path."""
-    place = base / pathlib.Path(config.model).expanduser()
-    if place.exists() or is_path(config.model):
-        return config.model_copy(update={"model": str(place.resolve())})
-    return config
+    config = config.model_copy(update={"model": _absolute(config.model, base)})
+    if config.canary is None or config.canary.model is None:
+        return config
+    canary = config.canary.model_copy(update={"model": _absolute(config.canary.model, base)})
+    return config.model_copy(update={"canary": canary})
+
+
+def _absolute(model: str, base: pathlib.Path) -> str:
+    place = base / pathlib.Path(model).expanduser()
+    return str(place.resolve()) if place.exists() or is_path(model) else model

@@ -138,11 +138,13 @@ def stop_controller(cluster: str, seconds: float) -> bool:
 
 
 def total_resources(config: ClusterConfig) -> dict[str, float]:
-    """What all ranks of all pools take together."""
+    """What all ranks of all pools take together, those of a canary too."""
     total: dict[str, float] = {}
-    for pool_name, pool in config.pools.items():
+    pools = [(pool, config.engine) for pool in config.pools.values()]
+    pools += [(pool, config.canary.engine) for pool in config.canary.pools.values()] if config.canary else []
+    for pool, engine in pools:
         ranks = pool.replicas * pool.layout.world_size
-        for name, amount in rank_resources(config, pool_name).items():
+        for name, amount in rank_resources(config, pool, engine).items():
             total[name] = total.get(name, 0.0) + amount * ranks
     return total
 

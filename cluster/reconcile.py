@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from headrace.values import ParallelLayout, Role
+from headrace.values import STABLE, ParallelLayout, Role
 
 START_SECONDS = 600.0
 STEADY_SECONDS = 60.0
@@ -29,12 +29,13 @@ FOUND_SECONDS = 10.0  # after it is ready, by when every router has found a work
 @dataclass(frozen=True, slots=True)
 class DesiredPool:
     """How many workers of which kind. `lent` of them serve the other one of prefill and decode, until they are needed here
-    again: they keep their slots, weights and caches."""
+    again: they keep their slots, weights and caches. `revision`: of the settings that its workers are to have."""
 
     role: Role
     replicas: int
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     lent: int = 0
+    revision: str = STABLE
 
     @property
     def num_gpus(self) -> int:
@@ -75,6 +76,7 @@ class ObservedWorker:
     reason: str = ""
     pending: bool = False
     leaves_at: float | None = None
+    revision: str = STABLE
 
     @property
     def worker_id(self) -> str:
@@ -121,6 +123,7 @@ class Start:
     generation: int
     role: Role
     layout: ParallelLayout
+    revision: str = STABLE
 
     @property
     def worker_id(self) -> str:
@@ -252,14 +255,16 @@ def _surplus(staying: list[ObservedWorker], target: DesiredPool) -> list[Observe
 
 
 def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) -> list[Action]:
-    """Roles flip in place. Another layout needs another worker: one at a time, while all others of the pool serve."""
+    """Roles flip in place. Another layout, or other settings, need another worker: one at a time, while all others of the
+    pool serve."""
     actions: list[Action] = list(_flips(kept, target)) if trusted else []
-    misfits = [worker for worker in kept if worker.layout != target.layout]
+    misfits = [worker for worker in kept if (worker.layout, worker.revision) != (target.layout, target.revision)]
     starting = [worker for worker in misfits if worker.phase is Phase.STARTING]
     whole = len(kept) == target.replicas and all(worker.phase is Phase.READY for worker in kept)
     if trusted and (starting or (misfits and whole)):
         worker = max(starting or misfits, key=lambda worker: worker.index)
-        actions.append(_leave(worker, f"its pool is {target.layout} now, it is {worker.layout}"))
+        ours, theirs = (f"{its.layout}, revision {its.revision}" for its in (worker, target))
+        actions.append(_leave(worker, f"its pool is {theirs} now, it is {ours}"))
     return actions
 
 
@@ -310,5 +315,5 @@ def _starts(
     for index in free:
         past = history.get(worker_id(pool, index), History())
         if index not in held and now >= past.not_before:
-            starts.append(Start(pool, index, past.generation + 1, target.role, target.layout))
+            starts.append(Start(pool, index, past.generation + 1, target.role, target.layout, target.revision))
     return starts

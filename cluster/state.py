@@ -18,7 +18,7 @@ from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Pha
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.store import Store, connect
-from headrace.values import ParallelLayout, Role
+from headrace.values import STABLE, ParallelLayout, Role
 from router.decisions import codec
 
 MOST = 2**20  # of workers, or of ranks of one
@@ -58,6 +58,7 @@ class WorkerRecord:
     address: str = ""
     metrics_address: str = ""
     reason: str = ""
+    revision: str = STABLE
 
     @classmethod
     def of(cls, seen: ObservedWorker, now: float, address: str, metrics_address: str = "") -> "WorkerRecord":
@@ -72,6 +73,7 @@ class WorkerRecord:
             address,
             metrics_address,
             seen.reason,
+            seen.revision,
         )
 
 
@@ -158,7 +160,8 @@ class ControlState:
         earlier days, and how it was scaled for, is there for the next one of that name."""
         keys = self._keys
         gone = (keys.desired, keys.configured, keys.observed, keys.leader, keys.scaling_now)
-        await self._store.call(lambda redis: redis.delete(*gone))
+        canary = (keys.canary, keys.canary_evidence, keys.revisions)
+        await self._store.call(lambda redis: redis.delete(*gone, *canary))
 
 
 @asynccontextmanager
@@ -191,6 +194,7 @@ def rebuilt(config: ClusterConfig, workers: list[ObservedWorker]) -> Desired:
         pools[name] = replace(pool, replicas=len(serving), lent=lent)
     if left is not None:
         left -= sum(pool.num_gpus for pool in pools.values())
+        left -= sum(worker.layout.world_size for worker in workers if worker.pool not in asked)  # a canary's
     for name, pool in asked.items():
         more = max(pool.replicas - pools[name].replicas, 0)
         if left is not None:

@@ -123,7 +123,7 @@ class _Sample:
 class Flight:
     """Mutable; owned by the `Requests.stream` that carries it. `stopped`: samples that ended by a stop string, while others
     go on and the worker knows nothing of it yet. `revision` whose workers run it ("" while there is no canary), in the time
-    of canary number `canary`; `given_up_by` the one whose worker gave it up before."""
+    of canary number `canary`; `beside`: it is that canary. `given_up_by` the one whose worker gave it up before."""
 
     def __init__(self, job: Job, key: RequestKey, open_text: Callable[[], TextStream], now: float) -> None:
         self.job = job
@@ -142,6 +142,7 @@ class Flight:
         self.queue_seconds = 0.0
         self.revision = ""
         self.canary = 0
+        self.beside = False
         self.given_up_by = ""
         self.placed: Placed | None = None
         self.prediction: Prediction | None = None

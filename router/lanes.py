@@ -43,7 +43,8 @@ class Lanes:
         flight.canary = self._revisions.split.number
         if why is not None:
             measures.DIVERTED.labels(why.value).inc()
-        return self._revisions.is_beside(flight.revision) and why is not Diverted.BASE_GONE
+        flight.beside = self._revisions.is_beside(flight.revision)
+        return flight.beside and why is not Diverted.BASE_GONE
 
     def stand_in_line(self, flight: Flight) -> None:
         """Where the canary has no room for it, it is what serves that takes it."""
@@ -65,4 +66,4 @@ class Lanes:
 
     def _divert(self, flight: Flight, revision: str, why: Diverted) -> None:
         measures.DIVERTED.labels(why.value).inc()
-        flight.revision = revision
+        flight.revision, flight.beside = revision, self._revisions.is_beside(revision)

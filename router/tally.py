@@ -55,7 +55,7 @@ class Tally:
         if flight.outcome in _DENIED:
             self.denied += 1
             self.denied_tokens += len(flight.job.prompt_token_ids)
-        elif (verdict := flight.verdict(now)) is not None:
+        elif not flight.beside and (verdict := flight.verdict(now)) is not None:
             name = flight.job.service_class
             self.verdicts["" if name == NO_CLASS else name, _VERDICTS[verdict]] += 1
 

@@ -3,7 +3,7 @@
 from prometheus_client import REGISTRY, CollectorRegistry
 
 import router.__main__  # with all of a router's metrics
-from cluster.keeper import Sizes
+from cluster.keeper import CanaryPhase, Sizes
 from cluster.state import ObservedState, WorkerRecord
 from headrace import metrics
 from workers.gpu_figures import GpuFigures
@@ -18,6 +18,7 @@ def measured() -> dict[str, set[str]]:
     workers.register(GpuFigures(None, {}))  # of no card: its families are there all the same
     worker = WorkerRecord("a-0", "a", 1, "decode", "tp1", "ready", 0.0)
     keeper.register(Sizes(ObservedState("", (worker,), {"a": 1}), {"a": 2}))
+    keeper.register(CanaryPhase(None))
     found: dict[str, set[str]] = {}
     for registry in (REGISTRY, workers, keeper):
         for collector, names in registry._collector_to_names.items():

@@ -51,6 +51,7 @@ QUOTA_LEASES: Final = "headrace_quota_leases_total"  # router; outcome
 SHARED_ANSWERS: Final = "headrace_shared_answers_total"  # router; tenant, how
 DIVERTED: Final = "headrace_canary_diverted_total"  # router; reason
 CANARY_PERCENT: Final = "headrace_canary_percent"  # router
+CANARY_PHASE: Final = "headrace_canary_phase"  # keeper; revision, phase
 REVISION_REQUESTS: Final = "headrace_revision_requests_total"  # router; revision, outcome
 REVISION_TTFT: Final = "headrace_revision_ttft_seconds"  # router; revision
 REVISION_TPOT: Final = "headrace_revision_tpot_seconds"  # router; revision

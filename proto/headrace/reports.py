@@ -77,8 +77,9 @@ class RouterReport:
     generate at most. `denied` of them, with `denied_tokens` of prompts, are nothing that more workers would have served:
     beyond their tenant's quota, or longer than any worker takes. `cached_tokens` were found by workers, of
     `computed_tokens` + themselves. The queue is as it stands. `pairs` counts finished hand-offs by (prefill, decode)
-    worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is none. `revisions`:
-    by name, of the time of canary number `canary`; empty where there was none."""
+    worker, prompts that a worker computed alone under ("", decode). `classes`: by service class; "" is none; what
+    a canary gave is not in them, but in `revisions`: by name, of the time of canary number `canary`; empty where there was
+    none."""
 
     router_id: str
     http_address: str

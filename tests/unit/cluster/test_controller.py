@@ -109,7 +109,7 @@ class Failing:
     def __init__(self) -> None:
         self.num_turns = 0
 
-    async def turn(self, desired: Desired, seen: object) -> Desired:
+    async def turn(self, desired: Desired, seen: object, reserved_gpus: int) -> Desired:
         self.num_turns += 1
         raise ZeroDivisionError
 

@@ -1,6 +1,6 @@
 from cluster.control_actor import rank_resources
 from cluster.ray_session import total_resources
-from headrace.config import ClusterConfig, EngineConfig, PoolConfig, RayConfig
+from headrace.config import CanaryConfig, ClusterConfig, EngineConfig, PoolConfig, RayConfig
 
 H100 = {"GPU": 1.0, "h100": 1.0}
 
@@ -14,11 +14,23 @@ def test_a_pools_own_resources_come_before_those_of_all() -> None:
         },
         ray=RayConfig(rank_resources={"GPU": 1.0, "l40s": 1.0}),
     )
-    assert rank_resources(config, "prefill") == H100
-    assert rank_resources(config, "decode") == {"GPU": 1.0, "l40s": 1.0}
+    assert rank_resources(config, config.pools["prefill"], config.engine) == H100
+    assert rank_resources(config, config.pools["decode"], config.engine) == {"GPU": 1.0, "l40s": 1.0}
     assert total_resources(config) == {"GPU": 10.0, "h100": 8.0, "l40s": 2.0}
 
 
 def test_without_any_a_rank_takes_one_device_also_in_a_pool_that_was_desired_later() -> None:
     config = ClusterConfig(model="m", pools={"all": PoolConfig(role="unified")}, engine=EngineConfig(device="cuda"))
-    assert rank_resources(config, "all") == rank_resources(config, "later") == {"GPU": 1.0}
+    assert rank_resources(config, config.pools["all"], config.engine) == {"GPU": 1.0}
+    assert rank_resources(config, None, config.engine) == {"GPU": 1.0}
+
+
+def test_a_canarys_ranks_are_counted_with_its_own_engine() -> None:
+    canary = CanaryConfig(revision="v2", pools={"new": PoolConfig(role="decode", replicas=3)})
+    config = ClusterConfig(
+        model="m",
+        pools={"all": PoolConfig(role="unified")},
+        engine=EngineConfig(device="cuda"),
+        canary=canary.model_copy(update={"engine": EngineConfig(device="cuda")}),
+    )
+    assert total_resources(config) == {"GPU": 4.0}

@@ -71,7 +71,7 @@ async def test_over_grpc_the_revision_comes_behind_the_answer(tiny: Text, clock:
     add_services(server, make_edge(tiny, core, clock=clock))
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        request = inference_pb2.GenerateRequest(model="tiny", prompt="hi")
+        request = inference_pb2.GenerateRequest(model="tiny", text="hi")
         call = inference_pb2_grpc.InferenceStub(channel).Generate(  # type: ignore[no-untyped-call]
             request, metadata=((("x-headrace-conversation", "mine")),)
         )

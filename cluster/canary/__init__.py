@@ -1,0 +1,1 @@
+"""A second revision of the served model beside the first: started, compared, rolled back or promoted (docs/canary.md)."""

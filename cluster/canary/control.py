@@ -1,0 +1,146 @@
+"""The canary at work: a part of the leading controller, which looks, decides (`cluster.canary.decide`), records and tells
+routers. Its workers are pools like others, started and drained by the controller's own loop."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster.canary.decide import Seen, Turned, split_of, turn, with_canary
+from cluster.canary.evidence import heard
+from cluster.canary.store import CanaryState, Found
+from cluster.canary.values import Evidence, Phase, State, written
+from cluster.reconcile import Desired, ObservedWorker
+from cluster.router_reports import router_reports
+from headrace.config import ClusterConfig, EngineConfig, PoolConfig
+from headrace.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Canary:
+    """Owns what it last knew of the canary, and the deaths of workers that it has not counted yet. Only a controller that
+    leads calls turn()."""
+
+    def __init__(self, config: ClusterConfig, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._redis = CanaryState(store, config.name)
+        self._state: State | None = None
+        self._evidence: Evidence | None = None
+        self._room: int | None = None
+        self._deaths: deque[tuple[str, str]] = deque()
+
+    async def turn(self, token: str, desired: Desired, workers: Sequence[ObservedWorker], clock: float) -> None:
+        """One round. StoreUnavailable when Redis does not answer: then nothing was changed, or all that was decided."""
+        found = await self._redis.read()
+        now = await self._redis.time()
+        state = self._begun(found, now)
+        if state is None:
+            self._state = None
+            self._deaths.clear()
+            return
+        if self._evidence is None:
+            self._evidence = await self._redis.evidence()
+        evidence = self._evidence
+        if state.phase.under_way:
+            reports = await router_reports(self._store, self._config.name)
+            evidence = heard(evidence, reports, now, state.canary.window_seconds)
+        deaths = list(self._deaths)
+        room = self._room_for(state, desired, workers)
+        seen = Seen(
+            now,
+            state,
+            evidence,
+            workers,
+            [why for revision, why in deaths if revision == state.canary.revision],
+            room,
+            self._config.autoscaling.pending_seconds,
+            clock,
+            sum(pool.replicas for pool in desired.pools.values()),
+        )
+        turned = turn(seen)
+        if await self._redis.commit(
+            found, token, turned.state, split_of(seen, turned.state), turned.evidence, turned.events
+        ):
+            self._take(turned, room, len(deaths))
+
+    def _take(self, turned: Turned, room: int | None, num_deaths: int) -> None:
+        for _ in range(num_deaths):
+            self._deaths.popleft()
+        self._state, self._evidence, self._room = turned.state, turned.evidence, room
+        for event in turned.events:
+            level = logging.WARNING if event.after is Phase.ROLLED_BACK else logging.INFO
+            log.log(level, "canary %s: %s → %s: %s", event.revision, event.before, event.after.value, event.reason)
+
+    def _begun(self, found: Found, now: float) -> State | None:
+        """The state as it is; as it is remembered, where Redis lost it; or a new one, which the configuration declares and
+        has not declared before."""
+        state = found.state or self._state
+        declared = self._config.canary
+        if declared is None:
+            return state
+        settings = written(declared)
+        if state is not None and (state.phase.under_way or state.declared == settings):
+            return state
+        if state is not None and state.phase is Phase.PROMOTED and not is_configured(self._config, state):
+            return state  # what serves is not what the file says: nothing to compare with
+        return begin(state, declared.percent, settings, now, declared=settings)
+
+    def _room_for(self, state: State, desired: Desired, workers: Sequence[ObservedWorker]) -> int | None:
+        """What the budget leaves it: what the cluster's own pools hold, or are to hold, is theirs."""
+        budget = self._config.autoscaling.budget_gpus
+        if budget is None:
+            return None
+        held = sum(worker.layout.world_size for worker in workers if worker.pool not in state.canary.pools)
+        return max(budget - max(held, sum(pool.num_gpus for pool in desired.pools.values())), 0)
+
+    # -- what the controller asks
+
+    def applied(self, desired: Desired) -> Desired:
+        """All pools that are to be: the canary's among them while it is under way."""
+        return with_canary(desired, self._state, self._room) if self._state is not None else desired
+
+    def num_gpus(self, workers: Sequence[ObservedWorker]) -> int:
+        """Those that it holds or may take at once."""
+        if self._state is None:
+            return 0
+        pools = self._state.canary.pools
+        held = sum(worker.layout.world_size for worker in workers if worker.pool in pools)
+        wanted = sum(pool.num_gpus for name, pool in self.applied(Desired({})).pools.items() if name in pools)
+        return max(held, wanted)
+
+    def died(self, worker: ObservedWorker) -> None:
+        """A worker ended that was to serve, or never came to."""
+        self._deaths.append((worker.revision, f"{worker.worker_id}: {worker.reason}"))
+
+    def revision_of(self, pool: str) -> str:
+        """That a worker of the pool would be started with now."""
+        target = self.applied(Desired({})).pools.get(pool)
+        if target is not None:
+            return target.revision
+        return self._state.serving if self._state is not None else ""
+
+    def settings(self, pool: str, revision: str) -> tuple[str, EngineConfig, PoolConfig | None]:
+        """What a worker of that revision is started with: model, engine, and what is configured of its pool."""
+        config, state = self._config, self._state
+        own = config.pools.get(pool)
+        if state is None or revision != state.canary.revision:
+            return config.model, config.engine, own
+        its = state.canary
+        return its.model or config.model, its.engine, own or its.pools.get(pool)
+
+
+def begin(before: State | None, percent: float, settings: str, now: float, *, declared: str | None = None) -> State:
+    """Of the canary after the one before, if there was one."""
+    its = State(1, Phase.STARTING, settings, percent, now, now, declared=declared or "")
+    if before is None:
+        return its
+    its = replace(its, number=before.number + 1, base=before.serving)
+    return its if declared is not None else replace(its, declared=before.declared)
+
+
+def is_configured(config: ClusterConfig, state: State) -> bool:
+    """Whether the file has by now what was promoted."""
+    its = state.canary
+    return (its.model or config.model, its.engine) == (config.model, config.engine)

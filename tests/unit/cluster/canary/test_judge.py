@@ -1,0 +1,121 @@
+"""What is called worse, and how seldom by mistake."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.canary.evidence import heard
+from cluster.canary.judge import bounds, difference, is_due, judge, quantile, wilson
+from cluster.canary.values import Evidence, Verdict
+from headrace.reports import RevisionCounts, RouterReport, bucket_of, seconds_of
+from tests.unit.cluster.canary.world import ITS, counted
+
+
+def verdicts(base: RevisionCounts, canary: RevisionCounts, look: int = 0) -> dict[str, Verdict]:
+    return {test.name: test.verdict for test in judge(ITS, base, canary, look).tests}
+
+
+def test_newcombes_own_example() -> None:
+    """56/70 against 48/80: the paper's table II gives 0.0524 to 0.3339 at 95 %."""
+    low, high = difference(48, 80, 56, 70, 1.959964)
+    assert (round(low, 4), round(high, 4)) == (0.0524, 0.3339)
+
+
+def test_wilson_holds_where_nothing_or_all_failed() -> None:
+    assert wilson(0, 100, 1.96) == (0.0, pytest.approx(0.037, abs=1e-3))
+    assert wilson(100, 100, 1.96) == (pytest.approx(0.963, abs=1e-3), pytest.approx(1.0))
+
+
+@given(st.floats(1e-4, 1e3))
+def test_a_latency_lies_in_its_bucket(seconds: float) -> None:
+    bucket = bucket_of(seconds)
+    assert seconds_of(bucket) <= seconds * (1 + 1e-9)
+    assert seconds <= seconds_of(bucket + 1) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(1e-3, 10.0), min_size=20, max_size=200), st.sampled_from([0.5, 0.9]))
+def test_a_quantile_of_what_was_seen_lies_between_its_bounds(seconds: list[float], part: float) -> None:
+    histogram: dict[int, int] = {}
+    for one in seconds:
+        histogram[bucket_of(one)] = histogram.get(bucket_of(one), 0) + 1
+    low, high = bounds(histogram, part, 2.0)
+    middle = quantile(histogram, part)
+    assert middle is not None
+    assert low <= middle <= high
+
+
+def test_of_too_few_requests_nothing_is_said_however_bad_they_are() -> None:
+    few = judge(ITS, counted(5000), counted(99, failed=99), 0)
+    assert (few.verdict, few.tests) == (Verdict.FEW, ())
+    assert judge(ITS, counted(99), counted(5000, failed=5000), 0).verdict is Verdict.FEW
+
+
+def test_what_fails_is_worse() -> None:
+    found = judge(ITS, counted(2000, failed=2), counted(100, failed=30), 0)
+    assert found.verdict is Verdict.WORSE
+    assert {test.name for test in found.worse} >= {"failed", "missed targets"}
+    failed = found.tests[0]
+    assert failed.change == pytest.approx(0.299)
+    assert failed.low is not None
+    assert failed.low > ITS.max_error_increase
+
+
+def test_what_is_twice_as_slow_is_worse_and_only_that_is_said() -> None:
+    slow = verdicts(counted(2000), counted(300, ttft=0.4, seed=1))
+    assert [name for name, verdict in slow.items() if verdict is Verdict.WORSE] == ["TTFT at the median", "TTFT at 90%"]
+    slow = verdicts(counted(2000), counted(300, tpot=0.04, seed=1))
+    assert [name for name, verdict in slow.items() if verdict is Verdict.WORSE] == ["TPOT at the median", "TPOT at 90%"]
+
+
+def test_what_keeps_its_targets_less_often_is_worse_though_nothing_fails() -> None:
+    found = verdicts(counted(2000, missed=10), counted(400, missed=80, seed=1))
+    assert [name for name, verdict in found.items() if verdict is Verdict.WORSE] == ["missed targets"]
+
+
+def test_equal_ones_are_shown_no_worse_once_there_are_enough_and_not_before() -> None:
+    assert Verdict.UNDECIDED in verdicts(counted(100), counted(100, seed=1)).values()
+    assert set(verdicts(counted(40_000), counted(20_000, seed=1)).values()) == {Verdict.NO_WORSE}
+
+
+def test_who_is_looked_at_a_hundred_times_is_called_worse_no_oftener_than_was_promised() -> None:
+    """Equal ones that stand right at the thresholds, the hardest case: errors equal, each look's chance counted."""
+    random, called = Random(5), 0
+    for _ in range(200):
+        base = canary = failures = ours = 0
+        look, looked_at = 0, 0
+        while canary < 3000 and look < 100:
+            base, canary = base + 100, canary + 100
+            ours += sum(random.random() < 0.05 for _ in range(100))
+            failures += sum(random.random() < 0.05 + ITS.max_error_increase for _ in range(100))
+            if canary >= max(ITS.min_requests, 1.25 * looked_at):
+                sides = RevisionCounts(base, ours, base - ours), RevisionCounts(canary, failures, canary - ours)
+                looked_at, look = canary, look + 1
+                if judge(ITS, *sides, look - 1).tests[0].verdict is Verdict.WORSE:
+                    called += 1
+                    break
+    assert called <= 200 * (1 - ITS.confidence)
+
+
+def test_looks_come_as_evidence_grows() -> None:
+    sides = {"stable": counted(1000), "v2": counted(124)}
+    assert is_due(ITS, Evidence(1, sides=sides), "stable")
+    assert not is_due(ITS, Evidence(1, sides=sides, num_looked_at=100), "stable")
+    assert not is_due(ITS, Evidence(1, sides={"v2": counted(1000)}), "stable")
+
+
+def report(name: str, canary: int = 1, **revisions: RevisionCounts) -> RouterReport:
+    return RouterReport(name, "", 0.0, canary=canary, revisions=revisions)
+
+
+def test_counters_are_differences_over_all_routers_and_another_canarys_are_not_counted() -> None:
+    first = RevisionCounts(10, 1, 9, ttft={5: 9})
+    evidence = heard(Evidence(1), {"a": report("a", v2=first), "b": report("b", 2, v2=first)}, 1.0, 100.0)
+    assert evidence.of("v2") == first
+    more = RevisionCounts(15, 1, 14, ttft={5: 10, 7: 4})
+    evidence = heard(evidence, {}, 2.0, 100.0)  # a report that is lost costs nothing
+    evidence = heard(evidence, {"a": report("a", v2=more)}, 3.0, 100.0)
+    assert evidence.of("v2") == more
+    evidence = heard(evidence, {"a": report("a", v2=more), "b": report("b", 1, v2=first)}, 200.0, 100.0)
+    assert (evidence.since, evidence.of("v2")) == (200.0, first), "the window is over: only what is new counts"
