@@ -62,7 +62,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(url: str, sessions: Sessions | None = None, *, budget_seconds: float = 0.5) -> AsyncIterator[Scene]:
+async def scene(
+    url: str, sessions: Sessions | None = None, *, budget_seconds: float = 0.5, scan_seconds: float = 0.05
+) -> AsyncIterator[Scene]:
     clock = SystemClock()
     redis = Redis.from_url(url)
     store = stores.connect(url, budget_seconds=budget_seconds, clock=clock, breaker=stores.Breaker(open_seconds=0.0))
@@ -70,7 +72,7 @@ async def scene(url: str, sessions: Sessions | None = None, *, budget_seconds: f
     index, gone = Watched(), list[str]()
     sessions = sessions or Sessions("t", clock, heartbeat_seconds=1, silent_seconds=5)
     try:
-        follow = Follow(store, KEYS, index, sessions, clock, gone=gone.append, scan_seconds=0.05)
+        follow = Follow(store, KEYS, index, sessions, clock, gone=gone.append, scan_seconds=scan_seconds)
         yield Scene(redis, store, follow, index, gone)
     finally:
         await store.close()

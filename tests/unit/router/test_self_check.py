@@ -98,7 +98,7 @@ class Checked:
 async def checking(redis_url: str, *, reports: bool = True, known: Result | None = None) -> AsyncIterator[Checked]:
     clock = SystemClock()
     sessions = Sessions("t", clock, heartbeat_seconds=0.5, silent_seconds=5.0)
-    async with NullWorker() as worker, scene(redis_url, sessions) as on_scene:
+    async with NullWorker() as worker, scene(redis_url, sessions, budget_seconds=5.0, scan_seconds=0.25) as on_scene:
         publisher = Publisher(on_scene.redis, KEYS, "null", address=worker.address)
         await publisher.lease()
         await publisher.rewrite()
