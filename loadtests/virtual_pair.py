@@ -55,7 +55,7 @@ class VirtualPair:
         hasher = virtual_hasher(machine.block_size)
         for role in (Role.PREFILL, Role.DECODE):
             info = _info(machine, role)
-            self._workers[role] = VirtualWorker(self._time, info, machine, hasher, self._workers, self)
+            self._workers[role] = VirtualWorker(self._time, info, machine, hasher, self._workers, (self,))
         self.prefill, self.decode = self._workers[Role.PREFILL], self._workers[Role.DECODE]
 
     def run(self, arrivals: Iterable[tuple[float, Request]]) -> None:

@@ -23,6 +23,7 @@ TABLE_WIDTH = 150  # a table in a file or a pipe is not cut
 @click.option("--prefill", type=click.IntRange(min=0), default=8, show_default=True)
 @click.option("--decode", type=click.IntRange(min=0), default=8, show_default=True)
 @click.option("--unified", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--routers", type=click.IntRange(min=1), default=1, show_default=True, help="that take turns")
 @click.option("--card", default="h100", show_default=True, help="what a worker runs on: h100 or h200")
 @click.option(
     "--policy", "policies", multiple=True, default=("ours",), show_default=True, help="may be given often; or all"
@@ -42,6 +43,7 @@ def command(
     prefill: int,
     decode: int,
     unified: int,
+    routers: int,
     card: str,
     policies: tuple[str, ...],
     seed: int,
@@ -62,7 +64,7 @@ def command(
     from headrace.goodput import Slo
     from headrace.pyplot import pyplot
 
-    fleet = Fleet(cards.load(card), prefill=prefill, decode=decode, unified=unified)
+    fleet = Fleet(cards.load(card), prefill=prefill, decode=decode, unified=unified, routers=routers)
     if (trace is None) == (shape is None):
         raise click.UsageError("give either --trace or --shape")
     num_removed = 0

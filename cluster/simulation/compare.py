@@ -54,7 +54,8 @@ def as_json(fleet: Fleet, slo: Slo, runs: Sequence[tuple[Summary, Tally]], traff
         "fleet": {
             "card": fleet.card.as_json(),
             **{
-                name: getattr(fleet, name) for name in ("prefill", "decode", "unified", "block_size", "max_step_tokens")
+                name: getattr(fleet, name)
+                for name in ("prefill", "decode", "unified", "routers", "block_size", "max_step_tokens")
             },
         },
         "slo": {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds},

@@ -1,9 +1,10 @@
-"""Workers, and one router before them, under virtual time."""
+"""Workers, and routers before them, under virtual time."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from headrace import traces
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
+from router.decisions.caches import Told
 from workers.scheduling.scheduler import SchedulerLimits
 from workers.scheduling.work import GRAPH_TOKENS, StepWork
 from workers.virtual.engine import Machine, Prompt, virtual_hasher
@@ -28,7 +30,9 @@ EVENT_SECONDS = 2e-3
 class Fleet:
     """How many workers of which role, each on one card; those that prefill on `prefill_card`, where it is another. Limits
     as in headrace.config; `message_seconds` from process to process, `event_seconds` from a worker through Redis to the
-    router's index; `graph_tokens` and `landing_seconds` as of workers.virtual.engine.Machine.
+    router's index; `graph_tokens` and `landing_seconds` as of workers.virtual.engine.Machine. Several `routers` take turns:
+    each knows of the others' requests what workers report, and, where they are `told`, of their placements, as late as of
+    events.
     """
 
     card: Card
@@ -47,8 +51,12 @@ class Fleet:
     prefill_card: Card | None = None
     graph_tokens: tuple[int, ...] = GRAPH_TOKENS
     landing_seconds: float = LANDING_SECONDS
+    routers: int = 1
+    told: bool = True
 
     def __post_init__(self) -> None:
+        if self.routers < 1:
+            raise ConfigError.out_of_range("routers", self.routers, "at least 1")
         for name in ("prefill", "decode", "unified"):
             if getattr(self, name) < 0:
                 raise ConfigError.out_of_range(name, getattr(self, name), "at least 0")
@@ -115,7 +123,7 @@ class Watcher(Protocol):
 
 
 class Simulation:
-    """Owns the clock, the workers and the router. One run; equal arguments give equal results, in any process.
+    """Owns the clock, the workers and the routers. One run; equal arguments give equal results, in any process.
 
     `policy` is one of POLICIES, or its maker by seed.
     """
@@ -136,15 +144,20 @@ class Simulation:
         self.time = VirtualTime()
         self.workers: dict[str, VirtualWorker] = {}
         hasher = virtual_hasher(fleet.block_size)
-        self.router = VirtualRouter(
-            self.time,
-            self.workers,
-            hasher,
-            policy(seed),
-            fleet.router,
-            watcher.ended,
-            seed=seed,
-            keep_why=keep_why,
+        self._event_seconds = fleet.event_seconds
+        self.routers = tuple(
+            VirtualRouter(
+                self.time,
+                self.workers,
+                hasher,
+                policy(seed + number),
+                fleet.router,
+                watcher.ended,
+                seed=seed + number,
+                keep_why=keep_why,
+                tell=partial(self._tell, number) if fleet.told and fleet.routers > 1 else _nobody,
+            )
+            for number in range(fleet.routers)
         )
         machines = {role: fleet.machine(role) for role in Role}
         for worker_id, role in fleet.roles:
@@ -154,14 +167,16 @@ class Simulation:
                 machines[role],
                 hasher,
                 self.workers,
-                self.router,
+                self.routers,
                 meter=watcher,
                 message_seconds=fleet.router.message_seconds,
                 event_seconds=fleet.event_seconds,
                 tell_every=COUNT_EVERY_TOKENS,
+                owner=lambda request_id: int(request_id.removeprefix("r")) % fleet.routers,  # its number
             )
-        for worker in self.workers.values():
-            self.router.join(worker.info)
+        for router in self.routers:
+            for worker in self.workers.values():
+                router.join(worker.info)
         self._prompts = traces.Prompts(VOCAB_SIZE)
 
     def run(self, rows: Iterable[TraceRow], until: float = float("inf")) -> None:
@@ -170,8 +185,18 @@ class Simulation:
             for row in takewhile(lambda row: row.seconds <= until, rows):
                 prompt = Prompt(self._prompts.of(row))
                 self.time.run(row.seconds)
-                self.time.at(row.seconds, self.router.arrive, row.number, prompt, row.output_tokens)
+                router = self.routers[row.number % len(self.routers)]
+                self.time.at(row.seconds, router.arrive, row.number, prompt, row.output_tokens)
             self.time.run(until)
+
+    def _tell(self, number: int, told: Told) -> None:
+        """From one router to the others."""
+        for other in self.routers[:number] + self.routers[number + 1 :]:
+            self.time.after(self._event_seconds, other.hear, told)
+
+
+def _nobody(told: Told) -> None:
+    pass
 
 
 @contextmanager

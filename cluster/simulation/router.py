@@ -1,4 +1,4 @@
-"""One router under virtual time: what `router.requests` does with the router's deciding modules, without wire.
+"""A router under virtual time: what `router.requests` does with the router's deciding modules, without wire.
 
 admit → place → submit → relay → retry; the queue, the ledger, health and the index are production's own.
 """
@@ -15,7 +15,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
 from headrace.keys import EventBatch, Snapshot
 from headrace.values import LoadReport, Request, RequestKey, SamplingParams, SequenceOutput, WorkerInfo
 from router.decisions.admission import Admission, Admitted, Entrant, Queued, Rules, Shed
-from router.decisions.caches import Caches, Prediction
+from router.decisions.caches import Caches, Prediction, Told
 from router.decisions.chain import Chain
 from router.decisions.health import Health
 from router.decisions.index import Followed, Index
@@ -97,7 +97,7 @@ class _Session:
 
 
 class VirtualRouter:
-    """Owns what a router owns. `ended` hears of every request once."""
+    """Owns what a router owns. `ended` hears of every request once, `tell` of every placement."""
 
     def __init__(
         self,
@@ -110,9 +110,10 @@ class VirtualRouter:
         *,
         seed: int = 0,
         keep_why: bool = False,
+        tell: Callable[[Told], None] = lambda told: None,
     ) -> None:
         self.index = Index()
-        self._caches = Caches(self.index)
+        self._caches = Caches(self.index, tell)
         self._time = time
         self._workers = workers
         self._hasher = hasher
@@ -165,11 +166,8 @@ class VirtualRouter:
             targets=self._limits.targets,
             seconds_left=self._limits.request_seconds,
         )
-        self._flights[name] = _Flight(served, prompt, RequestKey(name), entrant)
-        flight = self._flights[name]
-        match self._admission.offer(
-            flight.entrant, self._view(), self._time.now, lambda: self._uncached_tokens(flight)
-        ):
+        flight = self._flights[name] = _Flight(served, prompt, RequestKey(name), entrant)
+        match self._admission.offer(flight.entrant, self.view(), self._time.now, lambda: self._uncached_tokens(flight)):
             case Admitted():
                 self._dispatch(name)
             case Queued():
@@ -229,7 +227,7 @@ class VirtualRouter:
         self._say(self._workers[placed.decode.worker_id].submit, request)
 
     def _place(self, flight: _Flight, decode: str | None) -> Placed | None:
-        view, now, prompt = self._views.view(), self._time.now, flight.prompt
+        view, now, prompt = self.view(), self._time.now, flight.prompt
         flight.prediction = self._predict(flight, view, now)
         targets, waited = flight.entrant.targets, now - flight.served.arrived_at
         ask = Ask(
@@ -260,7 +258,7 @@ class VirtualRouter:
         return self._caches.predict_from(hashed, view, now)
 
     def _uncached_tokens(self, flight: _Flight) -> int:
-        flight.prediction = self._predict(flight, self._view(), self._time.now)
+        flight.prediction = self._predict(flight, self.view(), self._time.now)
         return max(len(flight.prompt) - max(flight.prediction.cached_tokens.values(), default=0), 1)
 
     def _note_placed(self, flight: _Flight, placed: Placed) -> None:
@@ -294,10 +292,10 @@ class VirtualRouter:
 
     def _call_next(self) -> None:
         if len(self._admission):
-            for name in self._admission.admit(self._view(), self._time.now):
+            for name in self._admission.admit(self.view(), self._time.now):
                 self._dispatch(name)
 
-    def _view(self) -> View:
+    def view(self) -> View:
         return self._views.view()
 
     def _say(self, hear: Callable[..., None], *what: object) -> None:
@@ -387,6 +385,10 @@ class VirtualRouter:
         session.report = report
         self._views.heard(worker_id, session, self._time.now)
         self._call_next()
+
+    def hear(self, told: Told) -> None:
+        """What another router placed."""
+        self._caches.told(told, self.view(), self._time.now)
 
     def changed(self, worker_id: str, batch: EventBatch) -> None:
         outcome = self.index.apply(worker_id, batch)

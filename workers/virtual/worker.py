@@ -6,7 +6,7 @@ again here whenever that may have changed. Nothing is lost, so what production d
 reports that repeat the last) is left out: it changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -61,7 +61,8 @@ class _HandOff:
 
 
 class VirtualWorker:
-    """Owns an engine, its hand-offs and its tickets. `peers` are all workers, by id.
+    """Owns an engine, its hand-offs and its tickets. `peers` are all workers, by id. All routers hear of loads and blocks;
+    of a request hears the one that is its `owner`, by the request's id.
 
     `event_seconds`: how long a batch of index events takes to the router, beside what it waits to be one. The router hears
     of a sample's first token, its last, and every `tell_every`th.
@@ -74,12 +75,13 @@ class VirtualWorker:
         machine: Machine,
         hasher: BlockHasher,
         peers: Mapping[str, "VirtualWorker"],
-        router: Router,
+        routers: Sequence[Router],
         *,
         meter: Meter | None = None,
         message_seconds: float = 0.0,
         event_seconds: float = 0.0,
         tell_every: int = 1,
+        owner: Callable[[str], int] | None = None,
     ) -> None:
         self.info = info
         self.role: Role = info.role
@@ -95,7 +97,8 @@ class VirtualWorker:
         self._time = time
         self._machine = machine
         self._peers = peers
-        self._router = router
+        self._routers = tuple(routers)
+        self._owner = owner if len(routers) > 1 else None
         self._message_seconds = message_seconds
         self._event_seconds = event_seconds
         self.tell_every = tell_every
@@ -128,7 +131,7 @@ class VirtualWorker:
                 else:
                     self._hand_off(request, key, target.worker_id)
         except HeadraceError as error:
-            self._say(self._router.rejected, self.worker_id, key, error)
+            self._say(self._router_of(key).rejected, self.worker_id, key, error)
             return
         self._live[key.request_id] = key
         self._go_on()
@@ -186,7 +189,7 @@ class VirtualWorker:
     def aborted(self, key: RequestKey, error: HeadraceError) -> None:
         handoff = self._handoffs.get(key)
         if handoff is not None:
-            self._say(self._router.peer_lost, self.worker_id, key, handoff.source.worker_id, error)
+            self._say(self._router_of(key).peer_lost, self.worker_id, key, handoff.source.worker_id, error)
 
     def _continue(self, handoff: _HandOff) -> None:
         """Takes what was announced since the last read began."""
@@ -336,8 +339,18 @@ class VirtualWorker:
             elif output.num_generated % every and output.num_generated != 1:
                 continue
             told.append(output)
-        if told:
-            self._say(self._router.outputs, self.worker_id, told)
+        if not told:
+            return
+        if self._owner is None:
+            self._say(self._routers[0].outputs, self.worker_id, told)
+            return
+        for router in self._routers:
+            part = [output for output in told if self._router_of(output.key) is router]
+            if part:
+                self._say(router.outputs, self.worker_id, part)
+
+    def _router_of(self, key: RequestKey) -> Router:
+        return self._routers[0 if self._owner is None else self._owner(key.request_id)]
 
     def _say(self, hear: object, *what: object) -> None:
         self._time.after(self._message_seconds, hear, *what)  # type: ignore[arg-type]
@@ -363,7 +376,12 @@ class VirtualWorker:
         """On change, but not faster than every MIN_REPORT_SECONDS."""
         self._report_due = False
         self._report_at = self._time.now + MIN_REPORT_SECONDS
-        self._say(self._router.reported, self.worker_id, self.report())
+        report = self.report()
+        for router in self._routers:
+            if self._owner is not None:
+                keys = [key for key in (*self._live.values(), *self._tickets) if self._router_of(key) is router]
+                report = replace(report, yours=self.scheduler.load_of(keys))
+            self._say(router.reported, self.worker_id, report)
 
     def report(self) -> LoadReport:
         """With one router all that is here is its own."""
@@ -376,5 +394,6 @@ class VirtualWorker:
             self._flush_due = False
             return
         batch = self._log.batch(events)
-        self._time.after(self._event_seconds, self._router.changed, self.worker_id, batch)
+        for router in self._routers:
+            self._time.after(self._event_seconds, router.changed, self.worker_id, batch)
         self._time.after(BATCH_SECONDS, self._flush)

@@ -107,20 +107,38 @@ def test_a_prompt_that_came_before_is_found_by_the_index() -> None:
     assert second.prefill == first.prefill
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_ends_once_and_every_block_comes_back(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "routers"), [*((policy, 1) for policy in POLICIES), ("ours", 3)])
+def test_every_request_ends_once_and_every_block_comes_back(policy: str, routers: int) -> None:
     rows = traffic()
-    simulation, tally = run(fleet(), rows, policy)
+    simulation, tally = run(fleet(routers=routers), rows, policy)
     assert sorted(served.number for served in tally.served) == [row.number for row in rows]
     assert {served.outcome for served in tally.served} == {"finished"}
     assert all(served.num_generated == rows[served.number].output_tokens for served in tally.served)
-    assert simulation.router.num_in_flight == 0
+    assert not any(router.num_in_flight for router in simulation.routers)
     for worker in simulation.workers.values():
         counts = worker.scheduler.counts()
         assert counts.free + counts.cached == counts.total
         assert worker.scheduler.load().num_running == worker.scheduler.load().num_waiting == 0
         worker.engine.ledger.audit()
-        assert simulation.router.index.num_blocks(worker.worker_id) == counts.cached
+        for router in simulation.routers:
+            assert router.index.num_blocks(worker.worker_id) == counts.cached
+            view = router.view().find(worker.worker_id)
+            assert view is not None
+            assert (view.load.num_running, view.load.num_waiting, view.load.waiting_prefill_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_of_another_routers_placement_a_router_knows_what_it_is_told(told: bool) -> None:
+    """The same prompt comes to the second while the first's is computed: nothing of it is published yet."""
+    rows = [TraceRow(0, 0.0, 600, 2, (7,)), TraceRow(1, 0.1, 600, 2, (7,))]
+    two = fleet(routers=2, told=told)
+    tally = Tally(two.roles)
+    Simulation(two, "ours", tally, keep_why=True).run(rows)
+    first, second = sorted(tally.served, key=lambda served: served.number)
+    held = {c.worker_id: c.cached_tokens for c in second.whys[0].candidates}
+    assert held[first.prefill or ""] == (512 if told else 0)
+    load = next(c for c in second.whys[0].candidates if c.worker_id == first.prefill)
+    assert load.wait_seconds > 0, "what the worker reports of it is known in any case"
 
 
 def test_overload_is_shed_and_what_is_accepted_is_answered() -> None:
