@@ -17,6 +17,7 @@ COMMANDS = {
     "down": "End a cluster that `up` started, and only that.",
     "controller": "Keep a controller on a Ray cluster that others run.",
     "autoscale": "What the autoscaler sees and wants, and why it did what it did.",
+    "canary": "Begin a second revision, compare it with what serves, keep it or end it.",
     "drain": "Let the workers of one host finish, before it goes.",
     "status": "Show the pools, their workers and what they do.",
     "console": "Say where the operator's page is, or serve it from here.",

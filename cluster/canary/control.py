@@ -70,8 +70,9 @@ class Canary:
             self._deaths.popleft()
         self._state, self._evidence, self._room = turned.state, turned.evidence, room
         for event in turned.events:
-            level = logging.WARNING if event.after is Phase.ROLLED_BACK else logging.INFO
-            log.log(level, "canary %s: %s → %s: %s", event.revision, event.before, event.after.value, event.reason)
+            its = event.state
+            level = logging.WARNING if its.phase is Phase.ROLLED_BACK else logging.INFO
+            log.log(level, "canary %s: %s → %s: %s", its.canary.revision, event.before, its.phase.value, its.reason)
 
     def _begun(self, found: Found, now: float) -> State | None:
         """The state as it is; as it is remembered, where Redis lost it; or a new one, which the configuration declares and

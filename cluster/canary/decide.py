@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.canary.evidence import begun, encode_sides
-from cluster.canary.judge import is_due, judge, smaller
-from cluster.canary.values import Event, Evidence, Judgement, Phase, State, Test, Verdict
+from cluster.canary.judge import is_due, judge, said, smaller
+from cluster.canary.values import Event, Evidence, Judgement, Phase, State, Verdict
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker
 from cluster.reconcile import Phase as WorkerPhase
 from headrace.config import CanaryConfig
@@ -81,7 +81,7 @@ def _starting(seen: Seen, state: State, evidence: Evidence) -> Turned:
         missing = ", ".join(f"{name} has {ready[name]} of {pool.replicas}" for name, pool in its.pools.items())
         why = f"not ready {its.start_seconds:.0f} s after its start: {missing}{_short(its, seen.room_gpus)}"
         return _changed(seen, state, evidence, Phase.ROLLED_BACK, why)
-    return Turned(replace(state, reason=_short(its, seen.room_gpus).lstrip("; ")), evidence)
+    return Turned(replace(state, reason=_short(its, seen.room_gpus).lstrip("; ") or "its workers start"), evidence)
 
 
 def _short(its: CanaryConfig, room: int | None) -> str:
@@ -119,30 +119,11 @@ def _good(judgement: Judgement) -> str:
     return f"nothing was worse for long enough; {shown} of {len(judgement.tests)} comparisons are shown no worse{rest}"
 
 
-def said(test: Test) -> str:
-    """A comparison in words, with its numbers."""
-    if test.change is None or test.base is None or test.canary is None or test.low is None:
-        return f"{test.name}: {test.verdict.value}"
-    if test.name.startswith(("TTFT", "TPOT")):
-        return (
-            f"{test.name} {1e3 * test.canary:.1f} ms against {1e3 * test.base:.1f} ms, at least {test.low:.2f} times as "
-            f"long, {test.limit:g} is allowed"
-        )
-    return (
-        f"{test.name} {test.canary:.1%} against {test.base:.1%}, at least {100 * test.low:.1f} points more, "
-        f"{100 * test.limit:g} are allowed"
-    )
-
-
 def _changed(
     seen: Seen, state: State, evidence: Evidence, phase: Phase, reason: str, judgement: Judgement | None = None
 ) -> Turned:
     after = replace(state, phase=phase, since=seen.now, reason=reason)
-    counts = encode_sides(evidence.sides)
-    revision = state.canary.revision
-    event = Event(
-        state.number, revision, seen.now, seen.state.phase.value, phase, reason, state.failures, judgement, counts
-    )
+    event = Event(seen.now, seen.state.phase.value, after, judgement, encode_sides(evidence.sides))
     return Turned(after, evidence, (event,))
 
 

@@ -41,7 +41,7 @@ def judge(its: CanaryConfig, base: RevisionCounts, canary: RevisionCounts, look:
     """At look number `look`, from 0."""
     error = (1 - its.confidence) / ((look + 1) * (look + 2))
     if min(base.ended, canary.ended) < its.min_requests:
-        return Judgement(Verdict.FEW, base.ended, canary.ended, error)
+        return Judgement(look, Verdict.FEW, base.ended, canary.ended, error)
     z = NormalDist().inv_cdf(1 - error / NUM_TESTS)
     each = NormalDist().inv_cdf(1 - error / NUM_TESTS / 2)  # of two quantiles, either of which may be off
     tests = [
@@ -65,13 +65,28 @@ def judge(its: CanaryConfig, base: RevisionCounts, canary: RevisionCounts, look:
             tests.append(_latencies(what, dict(ours), dict(theirs), part, limit, each, its.min_requests))
     verdicts = {test.verdict for test in tests}
     verdict = next(one for one in (Verdict.WORSE, Verdict.UNDECIDED, Verdict.NO_WORSE) if one in verdicts)
-    return Judgement(verdict, base.ended, canary.ended, error, tuple(tests))
+    return Judgement(look, verdict, base.ended, canary.ended, error, tuple(tests))
 
 
 def _verdict(low: float, high: float, limit: float) -> Verdict:
     if low > limit:
         return Verdict.WORSE
     return Verdict.NO_WORSE if high <= limit else Verdict.UNDECIDED
+
+
+def said(test: Test) -> str:
+    """A comparison in words, with its numbers."""
+    if test.change is None or test.base is None or test.canary is None or test.low is None:
+        return f"{test.name}: {test.verdict.value}"
+    if test.name.startswith(("TTFT", "TPOT")):
+        return (
+            f"{test.name} {1e3 * test.canary:.1f} ms against {1e3 * test.base:.1f} ms, at least {test.low:.2f} times as "
+            f"long, {test.limit:g} is allowed"
+        )
+    return (
+        f"{test.name} {test.canary:.1%} against {test.base:.1%}, at least {100 * test.low:.1f} points more, "
+        f"{100 * test.limit:g} are allowed"
+    )
 
 
 # -- parts

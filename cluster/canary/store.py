@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.canary.evidence import decode_evidence, encode_evidence
+from cluster.canary.report import Standing
 from cluster.canary.values import Event, Evidence, State, parsed
 from cluster.state import text
 from headrace.keys import Keys
@@ -79,6 +80,13 @@ class CanaryState:
             return found
 
         return [one for raw in await self._store.call(read) if (one := _decoded_event(raw)) is not None]
+
+    async def standing(self) -> Standing | None:
+        """All of it; None where there never was a canary."""
+        state = (await self.read()).state
+        if state is None:
+            return None
+        return Standing(state, await self.evidence(), await self.events(), await self.time())
 
     async def commit(
         self, found: Found, token: str, state: State, split: Split, evidence: Evidence, events: tuple[Event, ...]

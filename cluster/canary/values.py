@@ -112,8 +112,9 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`error`: the chance that this look calls something worse that is not, all tests together."""
+    """Of look number `look`, from 0. `error`: the chance that it calls something worse that is not, all tests together."""
 
+    look: int
     verdict: Verdict
     num_base: int
     num_canary: int
@@ -127,14 +128,10 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change of a canary, under its number, with what it rests on: `counts` are the sides of the evidence as JSON."""
+    """What changed a canary, and what that rests on: the state that followed, and the sides of the evidence as JSON."""
 
-    number: int
-    revision: str
     at: float
     before: str
-    after: Phase
-    reason: str
-    failures: int = 0
+    state: State
     judgement: Judgement | None = None
     counts: str = ""

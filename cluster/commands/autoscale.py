@@ -32,7 +32,7 @@ def command() -> None:
     """What the autoscaler sees and wants, and why it did what it did."""
 
 
-def _cluster(function: F) -> F:
+def cluster_options(function: F) -> F:
     """Options by which a cluster is found, as `headrace status` has them."""
     config = click.option(
         "--config",
@@ -45,10 +45,10 @@ def _cluster(function: F) -> F:
 
 
 @command.command(name="status")
-@_cluster
+@cluster_options
 def status(cluster: str | None, config: pathlib.Path | None, as_json: bool) -> None:
     """The last look: load, forecast, what is needed, what is there."""
-    now, _ = _read(_session(cluster, config))
+    now, _ = _read(session_of(cluster, config))
     if now is None:
         raise ConfigError(NONE)
     if as_json:
@@ -67,7 +67,7 @@ def status(cluster: str | None, config: pathlib.Path | None, as_json: bool) -> N
     help="Of a run that `explain --json` wrote down before.",
 )
 @click.option("--check", is_flag=True, help="Decide again on the recorded inputs; status 1 when one differs.")
-@_cluster
+@cluster_options
 def explain(
     number: int | None,
     last: int,
@@ -78,7 +78,7 @@ def explain(
     as_json: bool,
 ) -> None:
     """The last decisions; or one, by its NUMBER: its inputs, the alternatives, what came of it."""
-    now, decisions = (None, _written(source)) if source is not None else _read(_session(cluster, config))
+    now, decisions = (None, _written(source)) if source is not None else _read(session_of(cluster, config))
     if number is not None:
         decisions = [one for one in decisions if one.number == number]
     if not decisions:
@@ -101,7 +101,7 @@ def verify(decisions: Sequence[Recorded]) -> None:
     click.echo(f"{len(decisions)} decided again, the same", err=True)
 
 
-def _session(cluster: str | None, config: pathlib.Path | None) -> Session:
+def session_of(cluster: str | None, config: pathlib.Path | None) -> Session:
     return read(cluster) if config is None else described(load(config), config)
 
 

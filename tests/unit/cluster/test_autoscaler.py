@@ -253,7 +253,7 @@ async def test_explain_lists_shows_and_decides_again(
 ) -> None:
     await grown(stage, stage.autoscaler())
     session = Session(stage.config.name, 0, "", "m", "", "", stage.url)
-    monkeypatch.setattr(autoscale, "_session", lambda cluster, config: session)
+    monkeypatch.setattr(autoscale, "session_of", lambda cluster, config: session)
 
     async def run(*words: str) -> str:
         result = await asyncio.to_thread(CliRunner().invoke, autoscale.command, words, catch_exceptions=False)

@@ -95,8 +95,8 @@ async def test_what_is_declared_begins_once_and_what_was_counted_ends_it(redis_u
         assert (told.canary, told.percent) == ("v2", 0.0)
         assert set(its.canary.applied(DESIRED).pools) == {"decode"}
         events = await its.redis.events()
-        assert [event.after for event in events] == [Phase.LIVE, Phase.ROLLED_BACK]
-        assert events[-1].reason == state.reason
+        assert [event.state.phase for event in events] == [Phase.LIVE, Phase.ROLLED_BACK]
+        assert events[-1].state == state
         its.canary = its.another()
         assert await its.turn(*OWN) == state, "the same declaration begins nothing again"
         assert (await its.split()).canary == "", "its last worker is gone"

@@ -30,7 +30,7 @@ def test_it_gets_its_share_once_all_its_workers_are_ready() -> None:
     its = seen(state=STARTING)
     after = turn(its)
     assert (after.state.phase, after.state.shared_since) == (Phase.LIVE, its.now)
-    assert [(event.before, event.after) for event in after.events] == [("starting", Phase.LIVE)]
+    assert [(event.before, event.state.phase) for event in after.events] == [("starting", Phase.LIVE)]
     assert split(its) == Split(1, "stable", "v2", 50.0)
 
 
