@@ -1,11 +1,13 @@
 """Tensor and pipeline parallel ranks on GPUs of one host: the 70B shape cut to 20 layers, bf16, random weights, through the
 executor as workers use it.
 
-    python -m loadtests.bench_parallel [--out docs/benchmarks/parallel-CARD.json]
+    python -m loadtests.bench_parallel [--out docs/benchmarks/parallel-CARD.json] [--parts tp,pp,sums]
 
 tp2_speedup_b*   TPOT at tp 1 over TPOT at tp 2, at 1k of context; b64 likewise
 tp2_nccl_*       the same with every sum through NCCL
-pp2_speedup_b*   the same at pp 2: one batch passes from stage to stage, so about 1 is what there is to have
+pp2_speedup_b*   the same at pp 2, with two micro-batches; a token of every row is two steps then
+pp2_one_*        with one micro-batch, which passes from stage to stage
+*_prefill_tok_s  8 prompts of 1,024 tokens at once
 sum_*_us         one all-reduce of so many bytes between two ranks, in a graph; peer: NCCL in a graph
 sum_norm_*_us    the same with the residual added and the norm behind it; one launch of ours
 half_speedup_b*  with one device alone: TPOT of the whole model over that of one rank of two, whose sums meet its own parts
@@ -45,7 +47,7 @@ from workers.ranks.build import build_executor
 from workers.ranks.group import RankExecutor
 from workers.ranks.rank_runner import MakeRunner
 from workers.ranks.runner import Runner, make_runner
-from workers.scheduling.plan import StepResult
+from workers.scheduling.plan import StepPlan, StepResult
 from workers.spec import WorkerSpec
 
 SHAPE = {
@@ -68,6 +70,7 @@ ENGINE = EngineConfig(
 CONTEXT, DECODES, WIDTH = 1024, 160, 8192
 SETTLED = 16  # decode steps that count for nothing
 SPEEDUP_MUST, SPEEDUP_AIM = 1.7, 1.85
+PARTS = ("tp", "pp", "sums")
 SUM_BYTES = (2**14, 2**18, 2**20, 2**22)
 
 
@@ -99,8 +102,11 @@ RANDOM: MakeRunner = functools.partial(make_runner, fill=random_weights)
 
 
 @contextmanager
-def executor_of(layout: ParallelLayout, folder: pathlib.Path, runner: MakeRunner = RANDOM) -> Iterator[RankExecutor]:
-    spec = WorkerSpec("bench", 1, Role.UNIFIED, str(folder), layout, ENGINE)
+def executor_of(
+    layout: ParallelLayout, folder: pathlib.Path, runner: MakeRunner = RANDOM, micro_batches: int | None = None
+) -> Iterator[RankExecutor]:
+    engine = ENGINE.model_copy(update={"micro_batches": micro_batches})
+    spec = WorkerSpec("bench", 1, Role.UNIFIED, str(folder), layout, engine)
     began = time.perf_counter()
     executor = build_executor(spec, make_runner=runner)
     print(f"  {layout} ready in {time.perf_counter() - began:.1f} s", flush=True)
@@ -115,12 +121,12 @@ def executor_of(layout: ParallelLayout, folder: pathlib.Path, runner: MakeRunner
 class Loop:
     """Scheduler and executor, one step ahead, without a service."""
 
-    def __init__(self, executor: RankExecutor) -> None:
+    def __init__(self, executor: RankExecutor, num_micro_batches: int) -> None:
         self._executor = executor
         self._draw = random.Random(0)
         self._number = 0
-        self._flights: deque[tuple[bool, Future[StepResult]]] = deque()
-        self._scheduler = scheduler_of(ENGINE, SHAPE["vocab_size"])
+        self._flights: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._scheduler = scheduler_of(ENGINE, SHAPE["vocab_size"], num_micro_batches=num_micro_batches)
 
     def submit(self, num_requests: int, num_tokens: int, num_outputs: int) -> None:
         for _ in range(num_requests):
@@ -130,27 +136,28 @@ class Loop:
             sampling = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
             self._scheduler.submit(Request(key, prompt, sampling, cache_salt=key.request_id), 0.0)
 
-    def steps(self) -> Iterator[tuple[bool, float]]:
-        """Until nothing is left: for each step whether all its rows decode, and when its result came."""
+    def steps(self) -> Iterator[tuple[StepPlan, float]]:
+        """Until nothing is left: each step, and when its result came."""
+        most = self._scheduler.limits.plans_in_flight
         while True:
-            while len(self._flights) < 2 and (plan := self._scheduler.schedule(0.0)) is not None:
-                decodes = plan.num_decodes == len(plan.work) > 0
-                self._flights.append((decodes, self._executor.step(plan)))
+            while len(self._flights) < most and (plan := self._scheduler.schedule(0.0)) is not None:
+                self._flights.append((plan, self._executor.step(plan)))
             if not self._flights:
                 break
-            decodes, future = self._flights.popleft()
+            plan, future = self._flights.popleft()
             result = future.result(60)
-            yield decodes, time.perf_counter()
+            yield plan, time.perf_counter()
             self._scheduler.apply(result, 0.0)
         self._scheduler.reset_cache()
         self._scheduler.ledger.drain_events()
 
     def tpot(self, batch: int) -> list[float]:
-        """Milliseconds between the results of decode steps of `batch` rows."""
+        """Milliseconds between a step's result and that of the same rows' next one, where all of `batch` rows decode."""
         self.submit(batch, CONTEXT, DECODES)
-        times = [at for decodes, at in self.steps() if decodes]
-        times = times[SETTLED : DECODES - SETTLED]
-        return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        steps = [(plan.num_turns, at) for plan, at in self.steps() if plan.num_decodes == len(plan.work)]
+        turns = statistics.mode(turns for turns, _ in steps)
+        times = [at for _, at in steps[SETTLED * turns : (DECODES - SETTLED) * turns]]
+        return [(after - before) * 1e3 for before, after in zip(times, times[turns:], strict=False)]
 
     def prefill_seconds(self, num_requests: int, num_tokens: int) -> float:
         self.submit(num_requests, num_tokens, 1)
@@ -160,8 +167,8 @@ class Loop:
         return time.perf_counter() - began
 
 
-def decode_all(executor: RankExecutor) -> dict[int, list[float]]:
-    loop = Loop(executor)
+def decode_all(executor: RankExecutor, report: Report, name: str, micro_batches: int = 1) -> dict[int, list[float]]:
+    loop = Loop(executor, micro_batches)
     for batch in BATCHES:
         loop.submit(batch, 32, 4)
         for _ in loop.steps():
@@ -171,13 +178,13 @@ def decode_all(executor: RankExecutor) -> dict[int, list[float]]:
         found[batch] = loop.tpot(batch)
         print(f"  {executor.layout} batch {batch}: TPOT {statistics.median(found[batch]):.3f} ms", flush=True)
     seconds = min(loop.prefill_seconds(8, 1024) for _ in range(2))
-    print(f"  {executor.layout} prefill: {8 * 1024 / seconds:.0f} tok/s", flush=True)
+    report.add(Row(f"{name}_prefill_tok_s", 8 * 1024 / seconds, "tok/s", "higher"))
     return found
 
 
 def killed_seconds(executor: RankExecutor) -> tuple[float, float]:
     """From SIGKILL of rank 1 in mid-decode: to the failure of what waits, and from there to the end of close()."""
-    loop = Loop(executor)
+    loop = Loop(executor, 1)
     loop.submit(8, CONTEXT, 900)
     steps = loop.steps()
     for _ in range(20):
@@ -250,12 +257,21 @@ def sums() -> dict[str, list[float]]:
     return dict(found[0])
 
 
+def sum_rows(report: Report) -> None:
+    times = sums()
+    for num_bytes, normed in itertools.product(SUM_BYTES, (False, True)):
+        samples, peers = (times[f"{name} {num_bytes} {normed}"] for name in ("ours", "nccl"))
+        value, peer = statistics.median(samples), statistics.median(peers)
+        name = f"sum{'_norm' if normed else ''}_{num_bytes // 1024}kib_us"
+        report.add(Row(name, value, "us", "lower", None, None, samples, peer, "NCCL", peer / value))
+
+
 def one_device(report: Report, folder: pathlib.Path, arguments: argparse.Namespace) -> int:
     """Without a second device: how much sooner one rank of two is done, which no two ranks can be ahead of."""
     with executor_of(ParallelLayout(), folder) as executor:
-        alone = decode_all(executor)
+        alone = decode_all(executor, report, "tp1")
     with executor_of(ParallelLayout(), folder, half_runner) as executor:
-        half = decode_all(executor)
+        half = decode_all(executor, report, "half")
     for batch in BATCHES:
         one, other = statistics.median(alone[batch]), statistics.median(half[batch])
         note = f"TPOT {one:.3f} ms whole, {other:.3f} ms half, sums with itself included"
@@ -266,8 +282,10 @@ def one_device(report: Report, folder: pathlib.Path, arguments: argparse.Namespa
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=20, help="fewer than 20 only to try the bench itself")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     add_arguments(parser)
     arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
     from loadtests.bench_parallel import nccl_runner  # by a name that the other ranks know
 
     card = torch.cuda.get_device_properties(0)
@@ -280,13 +298,6 @@ def main() -> int:
 
     if torch.cuda.device_count() == 1:
         return one_device(report, folder, arguments)
-    times = sums()
-    for num_bytes, normed in itertools.product(SUM_BYTES, (False, True)):
-        samples, peers = (times[f"{name} {num_bytes} {normed}"] for name in ("ours", "nccl"))
-        value, peer = statistics.median(samples), statistics.median(peers)
-        name = f"sum{'_norm' if normed else ''}_{num_bytes // 1024}kib_us"
-        report.add(Row(name, value, "us", "lower", None, None, samples, peer, "NCCL", peer / value))
-
     alone: dict[int, list[float]] = {}
 
     def compare(name: str, found: dict[int, list[float]], must: float | None, aim: float | None) -> None:
@@ -297,17 +308,21 @@ def main() -> int:
             report.add(row)
 
     with executor_of(ParallelLayout(), folder) as executor:
-        alone = decode_all(executor)
+        alone = decode_all(executor, report, "tp1")
     for batch, samples in alone.items():
         report.add(Row(f"tp1_tpot_b{batch}_ms", statistics.median(samples), "ms", "lower", samples=samples))
-    with executor_of(ParallelLayout(2, 1), folder) as executor:
-        compare("tp2", decode_all(executor), SPEEDUP_MUST, SPEEDUP_AIM)
-        failed, closed = killed_seconds(executor)
-    report.add(Row("rank_kill_s", failed, "s", "lower", must=5.0, note=f"close() after it: {closed:.2f} s"))
-    with executor_of(ParallelLayout(2, 1), folder, nccl_runner) as executor:
-        compare("tp2_nccl", decode_all(executor), None, None)
-    with executor_of(ParallelLayout(1, 2), folder) as executor:
-        compare("pp2", decode_all(executor), None, None)
+    if "sums" in parts:
+        sum_rows(report)
+    if "tp" in parts:
+        with executor_of(ParallelLayout(2, 1), folder) as executor:
+            compare("tp2", decode_all(executor, report, "tp2"), SPEEDUP_MUST, SPEEDUP_AIM)
+            failed, closed = killed_seconds(executor)
+        report.add(Row("rank_kill_s", failed, "s", "lower", must=5.0, note=f"close() after it: {closed:.2f} s"))
+        with executor_of(ParallelLayout(2, 1), folder, nccl_runner) as executor:
+            compare("tp2_nccl", decode_all(executor, report, "tp2_nccl"), None, None)
+    for name, micro_batches in (("pp2_one", 1), ("pp2", 2)) if "pp" in parts else ():
+        with executor_of(ParallelLayout(1, 2), folder, micro_batches=micro_batches) as executor:
+            compare(name, decode_all(executor, report, name, micro_batches), None, None)
     return report.close(arguments)
 
 

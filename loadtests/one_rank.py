@@ -86,13 +86,18 @@ def random_weights(checkpoint: Checkpoint, wanted: tuple[Wanted, ...], progress:
         progress(number + 1, len(wanted))
 
 
-def scheduler_of(engine: EngineConfig, vocab_size: int, max_num_seqs: int | None = None) -> Scheduler:
+def scheduler_of(
+    engine: EngineConfig, vocab_size: int, max_num_seqs: int | None = None, num_micro_batches: int = 1
+) -> Scheduler:
     assert engine.num_blocks is not None
     assert engine.max_context_tokens is not None
     rows = max_num_seqs or engine.max_num_seqs
     size = engine.block_size
     return Scheduler(
-        SchedulerLimits(rows, engine.max_step_tokens, engine.max_context_tokens, 100_000, 10.0),
+        SchedulerLimits(
+            *(rows, engine.max_step_tokens, engine.max_context_tokens, 100_000, 10.0),
+            num_micro_batches=num_micro_batches,
+        ),
         BlockLedger(engine.num_blocks, size),
         lambda adapter, salt: BlockHasher(revision="r", kv_format="f", block_size=size, cache_salt=salt),
         vocab_size=vocab_size,
