@@ -28,6 +28,8 @@ from kernels.reference import ReferenceOps
 from kernels.sample import sample
 from kernels.sample_floor import sample_floor
 from kernels.tuning import card, tuning_of
+from loadtests.flash_peer import NAME as FLASH
+from loadtests.flash_peer import flash_prefill, peer_seconds
 from loadtests.report import Report, Row, add_arguments
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, FEED_FORWARD, BLOCK = 32, 32, 8, 128, 4096, 14336, 32
@@ -205,7 +207,7 @@ class Bench:
 
     def prefill(self, num_tokens: int, context: int, label: str, known: bool = True) -> None:
         """One row; `known`: the host knows its lengths, so that a whole prompt takes the dense path. Beside it, SDPA's
-        cuDNN back end on K and V that are dense already."""
+        cuDNN back end on K and V that are dense already, and flash-attn-4 over the pool where others are paged."""
         batch = batch_of([(num_tokens, context)], self.device)
         if known:
             batch = replace(batch, prefill_lengths=((num_tokens, context),))
@@ -218,7 +220,7 @@ class Bench:
                 self.ops.attention(q, self.pool, layer, batch, SCALE)
 
         samples = [layers * flops / s / 1e12 for s in seconds_of(chunk)]
-        peer = None
+        peer: float | None = None
         if num_tokens == context and known:
             dense_q = torch.randn(1, HEADS, num_tokens, DIM, dtype=DTYPE, device=self.device)
             k, v = (torch.randn(1, KV_HEADS, num_tokens, DIM, dtype=DTYPE, device=self.device) for _ in range(2))
@@ -228,9 +230,13 @@ class Bench:
                     scaled_dot_product_attention(dense_q, k, v, is_causal=True, enable_gqa=True)
 
             peer = flops / statistics.median(seconds_of(dense)) / 1e12
-        rate = statistics.median(samples)
+        rate, peer_name = statistics.median(samples), "SDPA cuDNN, dense"
+        if not known or num_tokens < context:
+            run = partial(flash_prefill, q, self.pool, 3, batch, SCALE)
+            others = peer_seconds(seconds_of, run, self.ops.attention(q, self.pool, 3, batch, SCALE))
+            peer, peer_name = flops / statistics.median(others) / 1e12 if others else None, FLASH
         fraction = rate * 1e12 / self.matrix_rate
-        self._note(f"prefill_{label}_tflops", rate, "tflops", samples, peer, fraction_of_matrix=fraction)
+        self._note(f"prefill_{label}_tflops", rate, "tflops", samples, peer, peer_name, fraction_of_matrix=fraction)
 
     def elementwise(self) -> None:
         """Norms, rotary store and gate: bandwidth at 8,192 tokens, microseconds at 1 and 128."""
