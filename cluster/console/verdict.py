@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from cluster.console.pools import Pool
 from cluster.growth import Growth, attainment, num_ended
@@ -11,6 +12,7 @@ from headrace.reports import ClassCounts
 
 OBJECTIVE = 0.99
 BAD_ATTAINMENT = 0.9
+ROLLED_BACK_SECONDS = 3600.0
 MIN_ENDED = 10  # of fewer requests no attainment is an alarm
 
 
@@ -64,10 +66,12 @@ class Sources:
     routers_silent: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge(rules: Rules, sources: Sources, pools: Sequence[Pool], minute: Growth, window: Growth) -> Verdict:
+def judge(
+    rules: Rules, sources: Sources, pools: Sequence[Pool], minute: Growth, window: Growth, more: Sequence[Line] = ()
+) -> Verdict:
     if sources.redis_seconds is None:
         return Verdict(Level.UNKNOWN, "Nothing is known yet", (Line(Level.UNKNOWN, sources.redis_why, "sources"),))
-    lines = [*_sources(sources), *_workers(pools), *_pressure(pools)]
+    lines = [*_sources(sources), *_workers(pools), *_pressure(pools), *more]
     targets, title = _targets(rules, minute, window)
     lines = sorted([*targets, *lines], key=lambda line: -_RANK[line.level])
     level = max((line.level for line in lines), key=_RANK.__getitem__, default=Level.OK)
@@ -76,6 +80,13 @@ def judge(rules: Rules, sources: Sources, pools: Sequence[Pool], minute: Growth,
     if level is not Level.OK and not targets:
         title = f"{title}; but {lines[0].text}" if title else lines[0].text
     return Verdict(level, title or "All pools have what they need", tuple(lines))
+
+
+def rolled_back(canary: Mapping[str, Any] | None) -> list[Line]:
+    """A canary (cluster.canary.report) that the controller ended lately."""
+    if canary is None or canary["phase"] != "rolled_back" or canary["since_seconds"] > ROLLED_BACK_SECONDS:
+        return []
+    return [Line(Level.WARN, f"canary {canary['revision']} was rolled back: {canary['reason']}", "canary")]
 
 
 _RANK = {level: number for number, level in enumerate(Level)}

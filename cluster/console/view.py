@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from cluster.canary.report import Standing, figures
 from cluster.console.decisions import scaling
 from cluster.console.planned import Measured, compared
 from cluster.console.pools import Pool, Seen, pools_of
-from cluster.console.verdict import Rules, Sources, judge, pressed
+from cluster.console.verdict import Rules, Sources, judge, pressed, rolled_back
 from cluster.growth import NOTHING, Growth, attainment, num_ended
 from cluster.scaling.values import Recorded
 from headrace.errors import ConfigError
@@ -92,11 +93,13 @@ class Look:
     window: Growth = NOTHING
     scaling: tuple[Recorded, Sequence[Recorded]] | None = None
     plan: Json | ConfigError | None = None
+    canary: Standing | None = None
 
 
 def scene(look: Look, rules: Rules) -> Json:
     pools = pools_of(look.workers, look.desired, rules.max_backlog_seconds)
-    verdict = judge(rules, look.sources, pools, look.minute, look.window)
+    canary = figures(look.canary) if look.canary is not None else None
+    verdict = judge(rules, look.sources, pools, look.minute, look.window, rolled_back(canary))
     return {
         "at": look.wall_seconds,
         "cluster": asdict(look.cluster),
@@ -122,6 +125,7 @@ def scene(look: Look, rules: Rules) -> Json:
         "requests": _requests(look.heard),
         "scaling": scaling(*look.scaling) if look.scaling is not None else None,
         "plan": _plan(look, pools),
+        "canary": canary,
     }
 
 

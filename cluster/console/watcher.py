@@ -13,6 +13,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from cluster.canary.report import Standing
+from cluster.canary.store import CanaryState
 from cluster.console.asking import MAX_ROUTERS_A_LOOK, MAX_WORKERS_A_LOOK, Asking, Routers, by_address, describe, heard
 from cluster.console.asking import seen as seen_of
 from cluster.console.decisions import MAX_DECISIONS
@@ -69,6 +71,8 @@ class Watcher:
         self._scaling = ScalingState(store, cluster.name)
         self._scaled: tuple[Recorded, Sequence[Recorded]] | None = None
         self._scaled_at: float | None = None
+        self._canaries = CanaryState(store, cluster.name)
+        self._canary: Standing | None = None
         self._plan = plan
         self._reports: dict[str, RouterReport] = {}
         self._redis_at: float | None = None
@@ -193,6 +197,7 @@ class Watcher:
             window=self._traffic.last(now, WINDOW_SECONDS),
             scaling=self._scaled,
             plan=self._plan.read() if self._plan is not None else None,
+            canary=self._canary,
         )
 
     async def _see_redis(self) -> None:
@@ -201,6 +206,7 @@ class Watcher:
             self._observed, self._controller = await control_plane(self._store, self._cluster.name)
             self._reports = await router_reports(self._store, self._cluster.name)
             await self._see_scaling()
+            self._canary = await self._canaries.standing()
         except (HeadraceError, ConfigError, RedisError) as error:
             self._redis_why = error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
             return

@@ -12,6 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
+from cluster.canary.evidence import encode_sides
+from cluster.canary.judge import judge
+from cluster.canary.store import CanaryState
+from cluster.canary.values import Event, Phase
 from cluster.console.recording import read_recording
 from cluster.console.start import replayed, served
 from cluster.scaling_state import ScalingState
@@ -22,6 +26,7 @@ from headrace.values import BlockCounts, Load, Role
 from router.text.vocabulary import Text
 from tests.browser import browser
 from tests.redis_proxy import RedisProxy, a_redis_proxy
+from tests.unit.cluster.canary.world import ITS, LIVE, counted
 from tests.unit.cluster.console.looks import recent, routed
 from tests.unit.cluster.console.test_planned import PLAN, turn
 from tests.unit.cluster.console.world import HOST, Described, World, described, listed, world
@@ -153,6 +158,25 @@ async def test_decisions_and_the_plan_stand_beside_what_is(watched: Watched) -> 
     assert "off the plan" in await watched.text("#plan-note")
 
 
+async def test_a_canary_is_compared_on_the_page_and_its_end_is_said_first(watched: Watched) -> None:
+    page, redis = watched.page, CanaryState(watched.there.store, watched.there.config.name)
+    assert not await page.locator("#canary").is_visible()
+    sides = {"stable": counted(2000), "v2": counted(300, failed=90)}
+    over = replace(LIVE, phase=Phase.ROLLED_BACK, reason=HARM, since=await redis.time())
+    event = Event(over.since, "live", over, judge(ITS, sides["stable"], sides["v2"], 0), encode_sides(sides))
+    assert await redis.ask(await redis.read(), over, event)
+    await watched.until("#canary-note", "v2 beside stable: rolled back")
+    rows = page.locator("#canary-body table").first.locator("tbody tr")
+    assert [(await row.locator("td").first.inner_text()) for row in await rows.all()] == ["stable", "v2"]
+    assert "30.0 %" in await rows.nth(1).inner_text()
+    failed = page.locator("#canary-body tr", has_text="missed targets")
+    assert "✕ worse" in await failed.inner_text()
+    assert HARM in await watched.text("#canary-body")
+    assert f"canary v2 was rolled back: {HARM}" in await watched.text("#verdict-lines")
+    assert await page.locator("#canary-link").is_visible()
+    assert await page.locator("main img, main script").count() == 0
+
+
 async def test_no_name_or_reason_is_taken_for_html(watched: Watched) -> None:
     page = watched.page
     assert HARM in await watched.text("#model")
@@ -188,7 +212,7 @@ async def test_everything_can_be_reached_by_tab_and_says_what_it_is(watched: Wat
     page = watched.page
     await page.evaluate("document.activeElement.blur()")
     names = set()
-    for _ in range(40):
+    for _ in range(48):
         await page.keyboard.press("Tab")
         names.add(
             await page.evaluate(

@@ -1,5 +1,6 @@
 // The page: one stream of scenes, each shown part by part.
 
+import { showCanary } from "./canary.js";
 import { showDecisions } from "./decisions.js";
 import { byId, h, keyed, replace, say, set } from "./dom.js";
 import { showFlows } from "./flows.js";
@@ -30,6 +31,7 @@ function show() {
   showRequests(scene);
   showDecisions(scene);
   showPlan(scene);
+  showCanary(scene);
   showWorkers(scene.workers);
   showSources(scene);
 }
