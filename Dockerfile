@@ -34,6 +34,15 @@ RUN grep -vE '^(torch|triton|setuptools|sympy|networkx|fsspec)==' constraints.tx
         "torch==${TORCH}" \
     && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
         --constraint constraints-cuda.txt ".[gpu,nvml,rdma,tracing]" "ray[default,client]"
+# Kernels of these models (known shapes), for this card and these tensor parallel sizes; those of others compile at their
+# first start. No GPU is needed here: docs/operations.md, "Compiled kernels".
+ARG KERNELS=llama-3.1-8b
+ARG KERNELS_CARD=h200
+ARG KERNELS_TP="1 2"
+# hadolint ignore=DL3008,SC2046,SC2086
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && CC=gcc /opt/headrace/bin/headrace kernels compile ${KERNELS} --card "${KERNELS_CARD}" \
+        $(printf -- '--tp %s ' ${KERNELS_TP}) --out /opt/headrace/kernels
 
 FROM python:${PYTHON}-slim-bookworm AS base
 # KubeRay asks a node how it is by wget, in a login shell, which knows no ENV: hence the profile.
@@ -52,11 +61,13 @@ CMD ["headrace", "--help"]
 
 FROM base AS cuda
 USER 0
-# Triton compiles a launcher for each kernel: it needs a C compiler.
+# For kernels that are not shipped Triton compiles a launcher each: it needs a C compiler.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build-cuda /opt/headrace /opt/headrace
-ENV NVIDIA_VISIBLE_DEVICES=all \
+ENV TRITON_CACHE_MANAGER=kernels.shipped:ShippedCache \
+    HEADRACE_KERNELS=/opt/headrace/kernels \
+    NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     CC=gcc
 USER 10001:10001

@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "Talk to the model.",
     "generate": "Complete one prompt.",
     "model": "Fetch a model into a local folder.",
+    "kernels": "Compile the GPU kernels of a model, on a machine without a GPU, or list them.",
     "simulate": "Replay a trace on virtual workers, with the production router and schedulers.",
     "plan": "Say how many GPUs traffic needs, checked by simulation, and what they cost.",
     "bench": "Send load, open-loop, and say what came of it: latencies, goodput, the knee.",

@@ -297,17 +297,12 @@ class _Numbers:
             seeds, samples = torch.from_numpy(self._seeds[rows]), torch.tensor(samples_)
             first, second = (word.numpy() for word in noise.seeded(seeds, samples))
         words = noise.placed(first, second, np.array(positions_, dtype=np.int64))
-        first_S, second_S, floats_3S, top_k_S = to_device(
-            device, [*words, self._floats.take(rows, 1), self._top_k[rows]]
+        # Each by itself, so that each begins aligned: kernels are compiled anew for addresses of another alignment.
+        first_S, second_S, temperature_S, min_p_S, top_p_S, top_k_S = to_device(
+            device, [*words, *self._floats.take(rows, 1), self._top_k[rows]]
         )
-        return DrawNumbers(
-            noise.Keys(first_S, second_S),
-            floats_3S[0],
-            floats_3S[1],
-            top_k_S,
-            floats_3S[2],
-            bool(self._filtered[rows].any()),
-        )
+        filtered = bool(self._filtered[rows].any())
+        return DrawNumbers(noise.Keys(first_S, second_S), temperature_S, min_p_S, top_k_S, top_p_S, filtered)
 
 
 class Counts:
