@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import AttentionBatch
+from kernels.paged_context import SMALLEST, join_parts, joined, leave_part, walk
 from kernels.paged_decode import LOG2_E
-from kernels.paged_prefill import SMALLEST, _over
 from kernels.tuning import PrefillTile
 
 PART_TOKENS = 512
@@ -158,7 +158,7 @@ def _attend(
     for part in range(number, last_number):
         last = tl.minimum((part + 1) * PART, seen_by_any)
         unmasked = tl.maximum(tl.minimum(seen_by_all // C * C, last), part * PART)
-        largest_M, weight_M, sum_ME = _over(
+        largest_M, weight_M, sum_ME = walk(
             q_ME,
             position_M,
             layer_base,
@@ -174,17 +174,26 @@ def _attend(
             S,
             C,
         )
-        all_largest_M, all_weight_M, all_sum_ME = _joined(
+        all_largest_M, all_weight_M, all_sum_ME = joined(
             all_largest_M, all_weight_M, all_sum_ME, largest_M, weight_M, sum_ME
         )
 
     if APART and context > PART:
-        num_heads = tl.num_programs(1) * G
-        place_M = (number * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
-        tl.store(PARTIAL + place_M[:, None] * E + e[None, :], all_sum_ME, mask=held_M[:, None])
-        largest_at_M = (number * 2 * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
-        tl.store(STATISTICS + largest_at_M, all_largest_M, mask=held_M)
-        tl.store(STATISTICS + largest_at_M + num_tokens * num_heads, all_weight_M, mask=held_M)
+        leave_part(
+            PARTIAL,
+            STATISTICS,
+            number,
+            begin,
+            token_M,
+            lane_M,
+            held_M,
+            all_largest_M,
+            all_weight_M,
+            all_sum_ME,
+            num_tokens,
+            tl.num_programs(1) * G,
+            E,
+        )
     else:
         out_at_M = (begin + token_M).to(tl.int64) * out_stride + lane_M * E
         tl.store(
@@ -192,17 +201,6 @@ def _attend(
             (all_sum_ME / all_weight_M[:, None]).to(OUT.dtype.element_ty),
             mask=held_M[:, None],
         )
-
-
-@triton.jit
-def _joined(largest, weight, sum_E, part_largest, part_weight, part_sum_E):
-    """What was found so far and what a further part found. Products and sums are spelled out, so that every kernel that
-    this is compiled into rounds at the same places."""
-    larger = tl.maximum(largest, part_largest)
-    shrink, part_shrink = tl.exp2(largest - larger), tl.exp2(part_largest - larger)
-    weight = tl.fma(weight, shrink, part_weight * part_shrink)
-    part_sum_E = part_sum_E * part_shrink[:, None]
-    return larger, weight, tl.fma(sum_E, tl.broadcast_to(shrink[:, None], sum_E.shape), part_sum_E)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_tokens"])
@@ -228,20 +226,4 @@ def _join_parts(
         return
     token = (begin + tl.program_id(0)).to(tl.int64)
     seen = context - num_query + tl.program_id(0) + 1
-    h = tl.arange(0, HEADS)
-    e = tl.arange(0, E)
-    largest_H = tl.full([HEADS], SMALLEST, tl.float32)
-    weight_H = tl.where(h < H, 0.0, 1.0)  # lanes that nobody reads divide by one
-    sum_HE = tl.zeros([HEADS, E], tl.float32)
-    for part in range(tl.cdiv(seen, PART)):
-        statistic_H = STATISTICS + (part * 2 * num_tokens + token) * H + h
-        part_largest_H = tl.load(statistic_H, mask=h < H, other=SMALLEST)
-        part_weight_H = tl.load(statistic_H + num_tokens * H, mask=h < H, other=0.0)
-        place_HE = ((part * num_tokens + token) * H + h)[:, None] * E + e[None, :]
-        part_HE = tl.load(PARTIAL + place_HE, mask=(h < H)[:, None], other=0.0)
-        largest_H, weight_H, sum_HE = _joined(largest_H, weight_H, sum_HE, part_largest_H, part_weight_H, part_HE)
-    tl.store(
-        OUT + token * out_stride + h[:, None] * E + e[None, :],
-        (sum_HE / weight_H[:, None]).to(OUT.dtype.element_ty),
-        mask=(h < H)[:, None],
-    )
+    join_parts(PARTIAL, STATISTICS, OUT, token, tl.cdiv(seen, PART), num_tokens, out_stride, H, HEADS, E)

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.ops import AttentionBatch
+from kernels.paged_context import join_parts, leave_part, walk
 from kernels.paged_decode import LOG2_E
 from kernels.tuning import PrefillTile
 
 NONE = 2**31 - 1
-SMALLEST = tl.constexpr(-1e30)  # of scores: a row that sees nothing of a part has weights of 0 there, and no NaN
 
 
 def paged_prefill(
@@ -160,17 +160,26 @@ def _prefill(
     if SPLIT:
         last = tl.minimum(first + part, last)
         unmasked = tl.maximum(tl.minimum(unmasked, last), first)
-    largest_M, weight_M, sum_ME = _over(
+    largest_M, weight_M, sum_ME = walk(
         q_ME, position_M, layer_base, table, first, unmasked, last, context, block_stride, log2_scale, M, E, S, C
     )
     if SPLIT and part < context:
-        num_heads = tl.num_programs(1) * G
         lane_M = head * G + m % G
-        place_M = (split * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
-        tl.store(PARTIAL + place_M[:, None] * E + e[None, :], sum_ME, mask=held_M[:, None])
-        largest_at_M = (split * 2 * num_tokens + begin + token_M).to(tl.int64) * num_heads + lane_M
-        tl.store(STATISTICS + largest_at_M, largest_M, mask=held_M)
-        tl.store(STATISTICS + largest_at_M + num_tokens * num_heads, weight_M, mask=held_M)
+        leave_part(
+            PARTIAL,
+            STATISTICS,
+            split,
+            begin,
+            token_M,
+            lane_M,
+            held_M,
+            largest_M,
+            weight_M,
+            sum_ME,
+            num_tokens,
+            tl.num_programs(1) * G,
+            E,
+        )
     else:
         tl.store(
             OUT + ((begin + token_M).to(tl.int64) * out_stride + lane_M)[:, None] + e[None, :],
@@ -211,129 +220,4 @@ def _merge(
     if (tl.program_id(0) >= num_query) | (part >= context) | whole:
         return
     token = (begin + tl.program_id(0)).to(tl.int64)
-    h = tl.arange(0, HEADS)
-    e = tl.arange(0, E)
-    largest_H = tl.full([HEADS], SMALLEST, tl.float32)
-    weight_H = tl.where(h < H, 0.0, 1.0)  # lanes that nobody reads divide by one
-    sum_HE = tl.zeros([HEADS, E], tl.float32)
-    for split in range(tl.cdiv(context, part)):
-        statistic_H = STATISTICS + (split * 2 * num_tokens + token) * H + h
-        part_largest_H = tl.load(statistic_H, mask=h < H, other=SMALLEST)
-        part_weight_H = tl.load(statistic_H + num_tokens * H, mask=h < H, other=0.0)
-        part_HE = tl.load(
-            PARTIAL + ((split * num_tokens + token) * H + h)[:, None] * E + e[None, :], mask=(h < H)[:, None], other=0.0
-        )
-        larger_H = tl.maximum(largest_H, part_largest_H)
-        shrink_H, part_shrink_H = tl.exp2(largest_H - larger_H), tl.exp2(part_largest_H - larger_H)
-        weight_H = weight_H * shrink_H + part_weight_H * part_shrink_H
-        sum_HE = sum_HE * shrink_H[:, None] + part_HE * part_shrink_H[:, None]
-        largest_H = larger_H
-    tl.store(
-        OUT + token * out_stride + h[:, None] * E + e[None, :],
-        (sum_HE / weight_H[:, None]).to(OUT.dtype.element_ty),
-        mask=(h < H)[:, None],
-    )
-
-
-@triton.jit
-def _over(
-    q_ME,
-    position_M,
-    layer_base,
-    table,
-    first,
-    unmasked,
-    last,
-    context,
-    block_stride,
-    log2_scale,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Over the context from `first` to `last`, of which all see what is before `unmasked`: the largest score, the sum of
-    the weights by it, and that of the values weighted."""
-    largest_M = tl.full([M], SMALLEST, tl.float32)
-    weight_M = tl.zeros([M], tl.float32)
-    sum_ME = tl.zeros([M, E], tl.float32)
-    for start in range(first, unmasked, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            False,
-        )
-    for start in range(unmasked, last, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            True,
-        )
-    return largest_M, weight_M, sum_ME
-
-
-@triton.jit
-def _advance(
-    q_ME,
-    position_M,
-    largest_M,
-    weight_M,
-    sum_ME,
-    layer_base,
-    table,
-    start,
-    context,
-    block_stride,
-    log2_scale,
-    E: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    e = tl.arange(0, E)
-    position_C = start + tl.arange(0, C)
-    if MASKED:
-        inside_C = position_C < context
-        block_C = tl.load(table + position_C // S, mask=inside_C, other=0).to(tl.int64)
-        where_CE = layer_base + (block_C * block_stride + (position_C % S) * E)[:, None] + e[None, :]
-        keys_CE = tl.load(where_CE, mask=inside_C[:, None], other=0.0)
-        values_CE = tl.load(where_CE + S * E, mask=inside_C[:, None], other=0.0)
-    else:
-        block_C = tl.load(table + position_C // S).to(tl.int64)
-        where_CE = layer_base + (block_C * block_stride + (position_C % S) * E)[:, None] + e[None, :]
-        keys_CE = tl.load(where_CE)
-        values_CE = tl.load(where_CE + S * E)
-    scores_MC = tl.dot(q_ME, tl.trans(keys_CE), input_precision="ieee")
-    if MASKED:
-        scores_MC = tl.where(position_C[None, :] <= position_M[:, None], scores_MC, float("-inf"))
-    larger_M = tl.maximum(largest_M, tl.max(scores_MC, 1) * log2_scale)
-    weights_MC = tl.exp2(scores_MC * log2_scale - larger_M[:, None])
-    shrink_M = tl.exp2(largest_M - larger_M)
-    weight_M = weight_M * shrink_M + tl.sum(weights_MC, 1)
-    sum_ME = sum_ME * shrink_M[:, None]
-    sum_ME = tl.dot(weights_MC.to(values_CE.dtype), values_CE, sum_ME, input_precision="ieee")
-    return larger_M, weight_M, sum_ME
+    join_parts(PARTIAL, STATISTICS, OUT, token, tl.cdiv(context, part), num_tokens, out_stride, H, HEADS, E)
