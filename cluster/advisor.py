@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cluster.autoscaler import Autoscaler, Seen
 from cluster.leased import Leased, leased_workers
@@ -29,6 +29,15 @@ log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 2.0  # at most: the lead's lease is longer
 AT_ONCE = 64  # workers that are asked
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What is known of workers that others start. `prefix`: what their ids begin with before POOL-INDEX, as a StatefulSet
+    names its pods; `metrics_ports`: where those of a pool have their metrics."""
+
+    prefix: str = ""
+    metrics_ports: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +63,17 @@ class _Worker:
 
 
 class Advisor:
-    """Owns the table of workers, and what was last desired. `prefix`: what ids of workers begin with before POOL-INDEX, as
-    a StatefulSet names its pods. `autoscaler` is of the same prefix."""
+    """Owns the table of workers, and what was last desired. `autoscaler` is of the same prefix."""
 
     def __init__(
-        self, config: ClusterConfig, state: ControlState, clock: Clock, autoscaler: Autoscaler, prefix: str = ""
+        self, config: ClusterConfig, state: ControlState, clock: Clock, autoscaler: Autoscaler, workers: Elsewhere
     ) -> None:
         self._config = config
         self._state = state
         self._clock = clock
         self._autoscaler = autoscaler
-        self._prefix = prefix
+        self._prefix = workers.prefix
+        self._metrics_ports = workers.metrics_ports
         self._token = secrets.token_hex(8)
         self._workers: dict[str, _Worker] = {}
         self._desired: Desired | None = None
@@ -188,9 +197,11 @@ class Advisor:
 
     async def _publish(self, desired: Desired) -> None:
         now = self._clock.now()
-        records = tuple(
-            replace(WorkerRecord.of(worker.seen, now, worker.info.address), worker_id=worker.info.worker_id)
-            for _, worker in sorted(self._workers.items())
-        )
+        records = tuple(self._record(worker, now) for _, worker in sorted(self._workers.items()))
         sizes = {name: pool.replicas for name, pool in desired.pools.items()}
         await self._state.write_observed(ObservedState(self._token, records, sizes))
+
+    def _record(self, worker: _Worker, now: float) -> WorkerRecord:
+        address, port = worker.info.address, self._metrics_ports.get(worker.pool)
+        metrics = f"{address.rpartition(':')[0]}:{port}" if port is not None else ""
+        return replace(WorkerRecord.of(worker.seen, now, address, metrics), worker_id=worker.info.worker_id)

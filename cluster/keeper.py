@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cluster import ray_session
-from cluster.advisor import Advisor
+from cluster.advisor import Advisor, Elsewhere
 from cluster.autoscaler import Autoscaler
 from cluster.canary.store import CanaryState
 from cluster.canary.values import Phase as CanaryIs
@@ -41,6 +41,7 @@ from headrace.store import StoreUnavailable
 LOOK_SECONDS = 5.0
 PATIENCE_SECONDS = 180.0
 AGAIN_SECONDS = 2.0
+NOTHING_KNOWN = Elsewhere()
 ADVISING = ("external", "dry-run")  # modes in which nothing is started or ended
 
 
@@ -53,7 +54,7 @@ async def keep(
     connected: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda reason: None,
     patience_seconds: float = PATIENCE_SECONDS,
-    worker_prefix: str = "",
+    workers: Elsewhere = NOTHING_KNOWN,
 ) -> None:
     """Never returns. ConfigError when the configuration names no Redis or no Ray cluster that it needs, or the port is
     taken; Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
@@ -82,8 +83,8 @@ async def keep(
                 await _patiently(lambda: _serves(state.has_leader()), deadline, say)
                 connected()
                 clock = SystemClock()
-                scaler = Autoscaler(config, state.store, clock, worker_prefix)
-                await Advisor(config, state, clock, scaler, worker_prefix).run()
+                scaler = Autoscaler(config, state.store, clock, workers.prefix)
+                await Advisor(config, state, clock, scaler, workers).run()
             else:
                 await _patiently(lambda: _serves(state.configure(configured(config, trusted=True))), deadline, say)
                 await _keep_there(config, url, address, deadline, connected, say)

@@ -7,12 +7,23 @@ import pathlib
 import click
 
 from cluster import keeper
+from cluster.advisor import Elsewhere
 from cluster.commands.up import load
 from cluster.console.serve import PATH
 from cluster.session import Session, SessionFolder, remembered
 from cluster.signals import Signals
 from headrace.config import ClusterConfig
 from router.keyring import read_keys
+
+
+def _ports(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    found = {}
+    for value in values:
+        pool, _, port = value.partition("=")
+        if not pool or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise click.BadParameter(f"expected POOL=PORT, got {value!r}")
+        found[pool] = int(port)
+    return found
 
 
 @click.command(name="controller")
@@ -23,6 +34,14 @@ from router.keyring import read_keys
     "--worker-prefix",
     default="",
     help="Without Ray: what workers' ids begin with, before POOL-INDEX; a StatefulSet names its pods so.",
+)
+@click.option(
+    "--worker-metrics-port",
+    "metrics_ports",
+    metavar="POOL=PORT",
+    multiple=True,
+    callback=_ports,
+    help="Without Ray: where the workers of a pool have their metrics, for /targets.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where it answers over HTTP.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
@@ -38,6 +57,7 @@ def command(
     redis_url: str | None,
     ray_address: str | None,
     worker_prefix: str,
+    metrics_ports: dict[str, int],
     host: str,
     http_port: int,
     api_keys_file: pathlib.Path | None,
@@ -71,11 +91,11 @@ def command(
         console_url=f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{http_port}{PATH}",
     )
     cluster = cluster.model_copy(update={"redis": redis, "ray": ray})
-    asyncio.run(_keep(cluster, session, host, http_port, keys, worker_prefix))
+    asyncio.run(_keep(cluster, session, host, http_port, keys, Elsewhere(worker_prefix, metrics_ports)))
 
 
 async def _keep(
-    config: ClusterConfig, session: Session, host: str, port: int, keys: tuple[str, ...], worker_prefix: str
+    config: ClusterConfig, session: Session, host: str, port: int, keys: tuple[str, ...], workers: Elsewhere
 ) -> None:
     """Until a signal asks for the end. The session is there for as long as this runs."""
     signals = Signals(lambda step: None)
@@ -88,7 +108,7 @@ async def _keep(
                 api_keys=keys,
                 connected=signals.install,
                 say=_say_waiting,
-                worker_prefix=worker_prefix,
+                workers=workers,
             )
         except asyncio.CancelledError:
             if signals.received is None:

@@ -264,9 +264,12 @@ def test_stateful_sets_are_scaled_by_advice_or_pressure_beside_a_controller_that
     config = parse(named(manifests, "ConfigMap", "hr-headrace")["data"]["headrace.yaml"])
     assert (config.autoscaling.mode, config.pools["decode"].bounds) == ("external", (2, 8))
     (controller,) = pod_templates(manifests)["Deployment/hr-headrace-controller"]["spec"]["containers"]
-    assert "--worker-prefix=hr-headrace-" in controller["args"]
+    ports = {"--worker-metrics-port=decode=7001", "--worker-metrics-port=prefill=7001"}
+    assert {"--worker-prefix=hr-headrace-", *ports} <= set(controller["args"])
     assert not [word for word in controller["args"] if word.startswith("--ray-address")]
     assert named(manifests, "ServiceMonitor", "hr-headrace-controller"), "or nobody scrapes the advice"
+    assert not of_kind(manifests, "PodMonitor"), "case 56: a pod's label is not the role of a worker that is lent"
+    assert named(manifests, "ScrapeConfig", "hr-headrace-workers")
 
 
 def test_pods_without_a_token_of_ray_say_so(manifests: list[Manifest]) -> None:

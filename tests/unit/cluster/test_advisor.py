@@ -8,8 +8,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster.advisor import Advisor
+from cluster.advisor import Advisor, Elsewhere
 from cluster.autoscaler import Autoscaler
+from cluster.keeper import scrape_targets
 from cluster.reconcile import Desired, DesiredPool
 from cluster.scaling_state import ScalingState
 from cluster.state import ControlState
@@ -74,7 +75,7 @@ class Stage:
     def another(self) -> Advisor:
         scaler = Autoscaler(self.config, self.store, self.clock, PREFIX)
         scaler._state.time = self._time  # type: ignore[method-assign]
-        return Advisor(self.config, self.state, self.clock, scaler, PREFIX)
+        return Advisor(self.config, self.state, self.clock, scaler, Elsewhere(PREFIX, {"prefill": 7001}))
 
     async def _time(self) -> float:
         return 1e9 + self.clock.now()
@@ -175,6 +176,19 @@ async def test_load_that_shifts_to_decode_flips_a_role_and_advises_more_but_sets
     ]
     assert flip
     assert "prefill: a worker is lent to decode" in flip[0].decision.reason
+
+
+async def test_case_56_a_lent_worker_is_measured_in_the_role_that_it_serves(stage: Stage) -> None:
+    await stage.state.write_desired(
+        Desired({"prefill": DesiredPool(Role.PREFILL, 2, lent=1), "decode": DesiredPool(Role.DECODE, 1)})
+    )
+    await stage.advisor.round()
+    observed = await stage.state.observed()
+    assert observed is not None
+    assert scrape_targets(observed) == [
+        {"targets": ["127.0.0.1:7001"], "labels": {"worker": f"{PREFIX}{name}", "pool": "prefill", "role": role}}
+        for name, role in (("prefill-0", "prefill"), ("prefill-1", "decode"))
+    ], "of the other pool nobody said where"
 
 
 async def test_a_flushed_redis_forgets_no_worker_and_flips_nobody_back(stage: Stage) -> None:
