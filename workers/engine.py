@@ -13,6 +13,7 @@ Everything here belongs to one event loop. Whoever changes the scheduler through
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,8 +72,9 @@ class Engine:
         overlap: bool = True,
         late_launch: bool = False,
         faults: Faults | None = None,
+        graph_tokens: Sequence[int] = (),
     ) -> None:
-        """`late_launch`: not for several stages, which two steps in flight keep busy."""
+        """`late_launch`: not for several stages, which two steps in flight keep busy. `graph_tokens`: see StepFit."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
@@ -81,7 +83,7 @@ class Engine:
         self._pacing = Pacing() if late_launch else None
         self._ranges = ranges
         self._faults = faults or Faults()
-        self._fit = StepFit(clock.now)
+        self._fit = StepFit(clock.now, graph_tokens)
         self._wake = asyncio.Event()
         self._occupied = asyncio.Event()
         self._pulse = asyncio.Event()

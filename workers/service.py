@@ -39,7 +39,7 @@ from workers.ranges import ranges_of
 from workers.ranks.executor import Executor
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
-from workers.scheduling.work import StepWork
+from workers.scheduling.work import GRAPH_TOKENS, StepWork
 from workers.spans import Parts
 from workers.spec import WorkerSpec
 from workers.streams import TransferServicer, WorkerServicer
@@ -91,7 +91,9 @@ class Worker:
         self._probe = probe(_hasher(identity.compatibility, "", ""))
         parts = self._scheduler, executor, clock, ranges_of(spec.engine)
         late = spec.engine.late_launch and spec.layout.pp == 1
-        self._engine = Engine(*parts, overlap=spec.engine.overlap, late_launch=late, faults=faults)
+        graphs = GRAPH_TOKENS if spec.engine.device == "cuda" and spec.layout.pp == 1 else ()
+        overlap = spec.engine.overlap
+        self._engine = Engine(*parts, overlap=overlap, late_launch=late, faults=faults, graph_tokens=graphs)
         self._meters = Meters(registry or CollectorRegistry())
         spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
         self._parts = Parts(self._meters, spans, clock)

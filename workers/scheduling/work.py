@@ -62,10 +62,12 @@ class StepWork:
             self.mean_prefill_context,
             num_decodes,
             self.decode_context_tokens,
-            padding_tokens=self._padding(self.prefill_tokens + num_decodes, graph_tokens),
+            padding_tokens=self.padding_tokens(graph_tokens),
         )
 
-    def _padding(self, num_tokens: int, graph_tokens: Sequence[int]) -> int:
+    def padding_tokens(self, graph_tokens: Sequence[int]) -> int:
+        """What a step with prompts is filled up with, to one of so many tokens."""
+        num_tokens = self.prefill_tokens + self.num_sequences - self.num_prefills
         at = bisect_left(graph_tokens, num_tokens)
         return 0 if at == len(graph_tokens) or self.num_prefills > GRAPH_PROMPTS else graph_tokens[at] - num_tokens
 
@@ -73,9 +75,11 @@ class StepWork:
 class StepFit:
     """What a worker's steps and transfers cost, as measured so far. Owned by its engine."""
 
-    def __init__(self, now: Callable[[], float] | None = None) -> None:
-        """`now`: see OnlineFit."""
+    def __init__(self, now: Callable[[], float] | None = None, graph_tokens: Sequence[int] = ()) -> None:
+        """`now`: see OnlineFit. `graph_tokens`: numbers of tokens that the device has graphs of. Padding is work that a
+        step did: left out, short prompts would teach slopes by which long ones are priced a tenth wrong."""
         self._fit = OnlineFit(now=now)
+        self._graph_tokens = graph_tokens
         self._warm_up = dict.fromkeys(StepKind, WARM_UP_STEPS)
 
     @property
@@ -90,7 +94,8 @@ class StepFit:
             return
         match work.kind:
             case StepKind.PREFILL:
-                self._fit.add_prefill(work.prefill_tokens, work.mean_prefill_context, seconds)
+                tokens = work.prefill_tokens + work.padding_tokens(self._graph_tokens)
+                self._fit.add_prefill(tokens, work.mean_prefill_context * work.prefill_tokens / tokens, seconds)
             case StepKind.DECODE:
                 turns = work.num_turns
                 self._fit.add_decode(turns * work.num_sequences, turns * work.decode_context_tokens, turns * seconds)

@@ -74,7 +74,7 @@ class VirtualEngine:
     ) -> None:
         self.ledger = BlockLedger(machine.num_blocks, machine.block_size)
         self.scheduler = Scheduler(machine.scheduler, self.ledger, lambda adapter, salt: hasher, eos_token_ids=(EOS,))
-        self.fit = StepFit()
+        self.fit = StepFit(graph_tokens=machine.graph_tokens)
         self.num_steps = 0
         self._time = time
         self._cost = machine.cost

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.blocks import BlockHasher
 from headrace.clock import ManualClock
+from headrace.costmodel import CostModel
 from headrace.errors import WorkerLost
 from headrace.values import RequestKey, SequenceOutput
 from tests.unit.workers.memory import MemoryExecutor
@@ -14,7 +15,7 @@ from workers.engine import Engine
 from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.plan import RowWork, StepPlan
 from workers.scheduling.scheduler import ChunkDone, Scheduler, SchedulerLimits
-from workers.scheduling.work import StepKind, StepWork
+from workers.scheduling.work import GRAPH_TOKENS, StepFit, StepKind, StepWork
 
 LIMITS = SchedulerLimits(max_num_seqs=4, max_step_tokens=8, max_context_tokens=128, max_waiting=16, pin_seconds=1.0)
 
@@ -282,3 +283,16 @@ def test_a_plans_work_is_counted_as_the_cost_model_counts_it() -> None:
     assert StepWork.of(StepPlan(1, (decode,), 1)) == StepWork(StepKind.DECODE, 1, 0, 0, 0.0, 11)
     assert StepWork.of(StepPlan(1, (chunk,), 0)) == StepWork(StepKind.PREFILL, 1, 1, 4, 10.0, 0)
     assert StepWork.of(StepPlan(1, (decode, chunk), 1)) == StepWork(StepKind.MIXED, 2, 1, 4, 10.0, 11)
+
+
+def test_padding_is_work_that_teaches_so_that_long_prompts_are_priced_right_by_short_ones() -> None:
+    truth = CostModel(1e-3, 2e-5, 1e-9, decode_base_seconds=0.0)
+    told, untold = StepFit(graph_tokens=GRAPH_TOKENS), StepFit()
+    for number in range(200):
+        tokens, start = 20 + number * 37 % 160, number * 101 % 4000
+        work = StepWork(StepKind.PREFILL, 1, 1, tokens, start + tokens / 2, 0)
+        for fit in (told, untold):
+            fit.add(work, work.seconds(truth, GRAPH_TOKENS))
+    exact = truth.prefill_seconds(4000)
+    assert told.model.prefill_seconds(4000) == pytest.approx(exact, rel=0.01)
+    assert untold.model.prefill_seconds(4000) / exact > 1.05
