@@ -8,13 +8,14 @@ import json
 import pathlib
 import re
 import socket
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from cluster.model_cache import local_source
 from cluster.session import all_folders
 from headrace.client import TLS_SCHEME
-from headrace.config import ClusterConfig
+from headrace.config import CanaryConfig, ClusterConfig, PoolConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
 from workers.kv.layout import shard
 from workers.models.checkpoint import Checkpoint
@@ -73,20 +74,37 @@ def check_weight_file(path: pathlib.Path) -> None:
         raise CheckpointError(f"{path} is truncated or overlong: {size} bytes, {expected} by its header")
 
 
+def check_canary_model(canary: CanaryConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError when the canary's model is none, does not fit its pools, or has other words than the one that serves:
+    routers render and tokenise once for both."""
+    its = check_checkpoint(canary.model) if canary.model is not None else checkpoint
+    for name, theirs, ours in (
+        ("tokenizer", its.tokenizer_digest, checkpoint.tokenizer_digest),
+        ("chat template", its.chat_template_digest, checkpoint.chat_template_digest),
+    ):
+        if theirs != ours:
+            raise ConfigError.out_of_range("canary.model", canary.model, f"one whose {name} is that of `model`")
+    _check_pools("canary.pools", canary.pools, its)
+
+
 def check_layouts(config: ClusterConfig, checkpoint: Checkpoint) -> None:
     """ConfigError when a pool's tp or pp does not fit the model, or more context is asked for than the model has."""
     model = checkpoint.config
-    for name, pool in config.pools.items():
-        try:
-            shard(model.shape, pool.layout, 0)
-        except IncompatiblePeer as error:
-            key = f"pools.{name}.{error.numbers.get('field', 'tp')}"
-            raise ConfigError(f"{key}: {error.message}", key=key, value=error.numbers.get("value")) from error
+    _check_pools("pools", config.pools, checkpoint)
     asked = config.engine.max_context_tokens
     if asked is not None and asked > model.max_context_tokens:
         raise ConfigError.out_of_range(
             "engine.max_context_tokens", asked, f"at most the model's {model.max_context_tokens}"
         )
+
+
+def _check_pools(where: str, pools: Mapping[str, PoolConfig], checkpoint: Checkpoint) -> None:
+    for name, pool in pools.items():
+        try:
+            shard(checkpoint.config.shape, pool.layout, 0)
+        except IncompatiblePeer as error:
+            key = f"{where}.{name}.{error.numbers.get('field', 'tp')}"
+            raise ConfigError(f"{key}: {error.message}", key=key, value=error.numbers.get("value")) from error
 
 
 def check_ports(config: ClusterConfig) -> None:

@@ -18,7 +18,15 @@ import httpx
 import yaml
 
 from cluster import embedded, ray_session
-from cluster.checks import check_checkpoint, check_layouts, check_ports, free_port, is_path, port_is_free
+from cluster.checks import (
+    check_canary_model,
+    check_checkpoint,
+    check_layouts,
+    check_ports,
+    free_port,
+    is_path,
+    port_is_free,
+)
 from cluster.child import Child, end_leftovers
 from cluster.console.start import served
 from cluster.reconcile import Phase
@@ -138,6 +146,8 @@ def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
         config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}"))
     )
     check_layouts(config, checkpoint)
+    if config.canary is not None:
+        check_canary_model(config.canary, checkpoint)
     check_ports(config)
     router = config.router.model_copy(
         update={

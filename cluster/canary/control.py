@@ -10,10 +10,12 @@ from cluster.canary.decide import Seen, Turned, split_of, turn, with_canary
 from cluster.canary.evidence import heard
 from cluster.canary.store import CanaryState, Found
 from cluster.canary.values import Evidence, Phase, State, written
+from cluster.leased import leased_workers
 from cluster.reconcile import Desired, ObservedWorker
 from cluster.router_reports import router_reports
 from headrace.config import ClusterConfig, EngineConfig, PoolConfig
 from headrace.store import Store
+from headrace.values import WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,20 @@ class Canary:
             self._config.autoscaling.pending_seconds,
             clock,
             sum(pool.replicas for pool in desired.pools.values()),
+            await self._unlike(state),
         )
         turned = turn(seen)
         if await self._redis.commit(
             found, token, turned.state, split_of(seen, turned.state), turned.evidence, turned.events
         ):
             self._take(turned, room, len(deaths))
+
+    async def _unlike(self, state: State) -> str:
+        """Before it gets a share: routers render and tokenise once for all revisions."""
+        if state.phase is not Phase.STARTING:
+            return ""
+        leased = [one.info for one in await leased_workers(self._store, self._config.name)]
+        return unlike(leased, state.canary.revision, state.base)
 
     def _take(self, turned: Turned, room: int | None, num_deaths: int) -> None:
         for _ in range(num_deaths):
@@ -139,6 +149,18 @@ def begin(before: State | None, percent: float, settings: str, now: float, *, de
         return its
     its = replace(its, number=before.number + 1, base=before.serving)
     return its if declared is not None else replace(its, declared=before.declared)
+
+
+def unlike(workers: Sequence[WorkerInfo], revision: str, base: str) -> str:
+    """In what a canary's workers differ that must be equal for all who serve a model."""
+    for name in ("tokenizer", "chat_template"):
+        values = [
+            {getattr(worker.compatibility, name) for worker in workers if worker.revision == one}
+            for one in (base, revision)
+        ]
+        if all(values) and values[0] != values[1]:
+            return f"its {name} is {', '.join(sorted(values[1]))}, that of {base} is {', '.join(sorted(values[0]))}"
+    return ""
 
 
 def is_configured(config: ClusterConfig, state: State) -> bool:

@@ -26,6 +26,7 @@ class Seen:
     pending_seconds: float = 120.0
     worker_now: float = 0.0  # the clock of ObservedWorker.since
     num_wanted: int = 0  # workers of the cluster's own pools
+    unlike: str = ""  # in what its workers differ from what serves so that no router takes them
 
     @property
     def own(self) -> list[ObservedWorker]:
@@ -67,6 +68,8 @@ def turn(seen: Seen) -> Turned:
 def _starting(seen: Seen, state: State, evidence: Evidence) -> Turned:
     its, own = state.canary, seen.own
     ready = {name: sum(w.pool == name and w.phase is WorkerPhase.READY for w in own) for name in its.pools}
+    if seen.unlike:
+        return _changed(seen, state, evidence, Phase.ROLLED_BACK, seen.unlike)
     if all(ready[name] >= pool.replicas for name, pool in its.pools.items()):
         reason = f"its workers are ready: {state.percent:g} % of the conversations"
         turned = _changed(seen, replace(state, shared_since=seen.now), begun(evidence, seen.now), Phase.LIVE, reason)

@@ -108,7 +108,8 @@ def ask(routers: Sequence[str], request_id: str, api_key: str | None, tls: Clien
 def render(explanation: Explanation, num_rows: int | None = MAX_ROWS) -> RenderableType:
     usage = explanation.usage
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated"
-    parts: list[RenderableType] = [Text(f"{explanation.request_id}  {explanation.outcome}: {counts}")]
+    revision = f", by revision {explanation.revision}" if explanation.revision else ""
+    parts: list[RenderableType] = [Text(f"{explanation.request_id}  {explanation.outcome}: {counts}{revision}")]
     if explanation.worker_name:
         parts.append(Text(f"  its workers know it as {explanation.worker_name}"))
     if not explanation.whys:

@@ -16,6 +16,11 @@ WRONG = {
     "TLS that mounts nothing": ("cpu", ["config.router.tls.cert_file=a"], "at '/config/router': additional prop"),
     "clients' certificates for a plain router": ("cpu", ["router.tls.clientCaSecret=a"], "at '/router/tls/existingSec"),
     "a number out of its range": ("cpu", ["config.engine.block_size=0"], "at '/config/engine/block_size': minimum"),
+    "a canary without a controller that starts its workers": (
+        "cpu-statefulset",
+        ["config.canary.revision=v2", "config.canary.pools.new.role=unified"],
+        "config.canary: runtime must be ray, whose controller starts and ends its workers, got statefulset",
+    ),
     "an unknown role": ("cpu", ["pools.prefill.role=both"], "at '/pools/prefill/role'"),
     "a pool without a role": ("cpu", ["pools.third.replicas=1"], "at '/pools/third': missing property 'role'"),
     "another runtime": ("cpu", ["runtime=kserve"], "at '/runtime': value must be one of 'ray', 'statefulset'"),

@@ -19,6 +19,9 @@
 {{- if and (or (ne .Values.autoscaling.mode "off") .Values.autoscaling.dryRun) (not (hasKey (.Values.config.service_classes | default dict) ($class | default ""))) -}}
   {{- fail (printf "config.autoscaling.service_class: must name one of config.service_classes, got %q: pools are sized, or their sizes advised, for its targets" ($class | default "")) -}}
 {{- end -}}
+{{- if and .Values.config.canary (ne .Values.runtime "ray") -}}
+  {{- fail (printf "config.canary: runtime must be ray, whose controller starts and ends its workers, got %s" .Values.runtime) -}}
+{{- end -}}
 {{- if not (or (hasKey $roles "decode") (hasKey $roles "unified")) -}}
   {{- fail "pools: at least one pool must decode (role decode or unified)" -}}
 {{- end -}}

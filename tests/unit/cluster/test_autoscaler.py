@@ -209,6 +209,25 @@ async def test_what_an_operator_writes_while_it_decides_is_kept(stage: Stage) ->
     assert [one.number for one in await stage.state.decisions()] == [1, 2]
 
 
+async def test_a_canarys_gpus_are_of_the_budget_and_its_requests_are_sized_for(stage: Stage) -> None:
+    autoscaler = stage.autoscaler(budget_gpus=8)
+    for _ in range(8):
+        await stage.turn(autoscaler, 100.0)
+    whole = sum(stage.sizes().values())
+    stage.desired = Desired({name: DesiredPool(Role(name), 1) for name in stage.workers})
+    scaling = stage.autoscaler(budget_gpus=8)
+    for _ in range(8):
+        stage.clock.advance(10.0)
+        stage.at += 10.0
+        await stage.report(100.0)
+        await stage.leases()
+        stage.desired = await scaling.turn(stage.desired, stage.seen(), 3)
+    now = await stage.state.now()
+    assert now is not None
+    assert now.inputs.rules.budget_gpus == 5, "as it is recorded, so that it can be decided again"
+    assert sum(stage.sizes().values()) <= 5 < whole <= 8
+
+
 async def test_a_flushed_redis_takes_nothing_away_and_is_written_anew(stage: Stage) -> None:
     autoscaler = stage.autoscaler()
     await grown(stage, autoscaler)

@@ -61,6 +61,7 @@ class World:
                         action.layout,
                         Phase.STARTING,
                         self.now,
+                        revision=action.revision,
                     )
                 case SetRole():
                     self.workers[action.worker_id] = replace(self.workers[action.worker_id], role=action.role)
@@ -246,6 +247,17 @@ def test_another_layout_replaces_one_worker_at_a_time() -> None:
     assert reconcile(desired, world.observed, world.now) == []
     world.settle(desired)
     assert {(worker.generation, worker.layout) for worker in world.workers.values()} == {(2, TWO)}
+
+
+def test_other_settings_replace_one_worker_at_a_time_too_and_go_back_the_same_way() -> None:
+    world, before = settled(decode=2)
+    promoted = Desired({"decode": DesiredPool(Role.DECODE, 2, revision="v2")})
+    world.act(reconcile(promoted, world.observed, world.now))
+    assert [worker.phase for worker in world.workers.values()] == [Phase.READY, Phase.DRAINING]
+    world.settle(promoted)
+    assert {(worker.generation, worker.revision) for worker in world.workers.values()} == {(2, "v2")}
+    world.settle(before)
+    assert {(worker.generation, worker.revision) for worker in world.workers.values()} == {(3, "stable")}
 
 
 def test_a_worker_that_does_not_become_ready_is_given_up_with_its_reason() -> None:

@@ -240,3 +240,50 @@ def test_bounds_that_cannot_be_kept_are_refused_with_the_numbers(old: str, new: 
     with pytest.raises(ConfigError) as caught:
         parse(SCALED.replace(old, new))
     assert expected in caught.value.message
+
+
+CANARY = """
+model: m
+engine: {dtype: bfloat16, max_num_seqs: 32}
+pools: {decode: {role: decode, replicas: 3, min_replicas: 1}}
+autoscaling: {budget_gpus: 4}
+canary: {revision: v2, engine: {max_num_seqs: 8}, pools: {new: {role: decode, replicas: 2}}, percent: 5}
+"""
+
+
+def test_a_canarys_engine_is_everybodys_but_for_what_it_says() -> None:
+    canary = parse(CANARY).canary
+    assert canary is not None
+    assert (canary.engine.dtype, canary.engine.max_num_seqs, canary.num_gpus) == ("bfloat16", 8, 2)
+    again = ClusterConfig.model_validate_json(parse(CANARY).model_dump_json())
+    assert again.canary == canary
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("v2", "stable", "canary.revision: must be another name: that is what serves already, got 'stable'"),
+        ("v2", "V 2", "canary.revision: must be"),
+        ("{new: {", "{decode: {", "canary.pools.decode: must be other names than those of pools: decode, got 'decode'"),
+        ("replicas: 2}", "replicas: 0}", "canary.pools.new.replicas: must be at least 1, got 0"),
+        ("replicas: 2}", "max_replicas: 2}", "canary.pools.new: must be no min_replicas or max_replicas"),
+        ("{new: {role: decode", "{new: {role: prefill", "canary.pools: must be at least one that decodes"),
+        (
+            "replicas: 2}",
+            "replicas: 4}",
+            "canary.pools: must be at most 3 GPUs: autoscaling.budget_gpus is 4, and pools",
+        ),
+        ("percent: 5", "percent: 101", "canary.percent: must be a number above 0 and at most 100, got 101"),
+        ("percent: 5", "min_requests: 9", "canary.min_requests: must be a whole number at least 50"),
+        ("percent: 5", "max_ttft_ratio: 0.5", "canary.max_ttft_ratio: must be a number at least 1 and at most 100"),
+        ("max_num_seqs: 8", "max_num_seqs: 0", "canary.engine.max_num_seqs: must be a whole number at least 1"),
+        ("percent: 5", "share: 5", "canary.share: unknown key; known here: confidence, engine, good_after_seconds"),
+        ("{max_num_seqs: 8}", "7", "canary.engine: must be"),
+        ("pools: {new: {role: decode, replicas: 2}}, ", "", "canary.pools: must be given"),
+    ],
+)
+def test_a_canary_that_cannot_be_is_refused_with_field_value_and_range(old: str, new: str, expected: str) -> None:
+    head, _, canary = CANARY.partition("canary:")
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{head}canary:{canary.replace(old, new)}")
+    assert expected in caught.value.message

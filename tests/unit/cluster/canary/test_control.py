@@ -19,10 +19,12 @@ from headrace.clock import SystemClock
 from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
 from headrace.errors import WorkerLost
 from headrace.keys import Keys
+from headrace.leases import lease_fields
 from headrace.reports import RouterReport, encode_report
 from headrace.revisions import Split, decode_split
 from headrace.store import Store, connect
 from headrace.values import Role
+from tests.null_worker import worker_info
 from tests.unit.cluster.canary.world import CANARY, ITS, OWN, counted, worker
 from tests.unit.cluster.test_controller import Pools
 from workers.spec import WorkerSpec
@@ -172,6 +174,18 @@ async def test_what_was_promoted_is_what_the_next_one_is_compared_with(redis_url
         third = CanaryConfig(revision="v3", pools=ITS.pools)
         after = begin(state, 1.0, written(third), 5.0)
         assert (after.number, after.base, after.serving, after.declared) == (2, "v2", "v2", state.declared)
+
+
+async def test_one_with_other_words_gets_no_share_and_the_reason_names_them(redis_url: str) -> None:
+    """Routers would take none of its workers, and it would wait for requests for ever."""
+    async with a_world(redis_url) as its:
+        keys = Keys(its.config.name)
+        for info in (worker_info("decode-0"), replace(worker_info("canary-0", tokenizer="t2"), revision="v2")):
+            fields = lease_fields(info)
+            await its.store.call(lambda redis, f=fields: redis.hset(keys.lease(f["worker_id"]), mapping=f))
+        state = await its.turn()
+        assert (state.phase, state.reason) == (Phase.ROLLED_BACK, "its tokenizer is t2, that of stable is t1")
+        await its.store.call(lambda redis: redis.delete(keys.lease("decode-0"), keys.lease("canary-0")))
 
 
 class Crashing(Pools):
