@@ -10,7 +10,7 @@ from kernels.tuning import Tuning, tuning_of
 
 
 class CudaDraws:
-    """The tokens that workers.ranks.sampler draws by its torch reference, up to the rounding of logarithms."""
+    """The tokens that workers.ranks.drawing draws by its torch reference, up to the rounding of logarithms."""
 
     def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
         self._tuning = tuning or tuning_of(device)

@@ -27,12 +27,13 @@ from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import RankContext, Store, Work, form
 from workers.models.transformer import Transformer
 from workers.models.weights import LoadProgress, Wanted, load, no_progress
+from workers.ranks.drawn import Draw, Drawn
 from workers.ranks.graphs import DecodeGraphs, GraphMemory
 from workers.ranks.prompt_graphs import PromptGraphs
 from workers.ranks.rank_runner import Launched, UnderWay
 from workers.ranks.returning import Returning
 from workers.ranks.rows import PromptInputs, Rows, StepInputs, late_rows
-from workers.ranks.sampler import Draw, Drawn, Sampler
+from workers.ranks.sampler import Sampler
 from workers.ranks.staging import to_device
 from workers.ranks.starting import Phases, weights_progress
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult

@@ -1,92 +1,27 @@
 """Logits to tokens: penalties, bias, temperature, filters, and a draw that depends on (seed, sample index, position) and
 the model alone, so that any worker can continue any request.
 
-Shape suffixes: S draws of a step, V vocabulary, R rows of the table, N survivors of the filters.
+Shape suffixes: S draws of a step, A those that ask for log-probabilities, V vocabulary, R rows of the table.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.values import SamplingParams, TokenLogprobs
+from headrace.values import SamplingParams
 from kernels import noise
 from kernels.choose import choose_draws
 from kernels.ops import DrawNumbers
+from workers.ranks.drawing import LEAST_TEMPERATURE, as_int64, perturb
+from workers.ranks.drawn import Best, Draw, Drawn
 from workers.ranks.staging import to_device
 from workers.scheduling.plan import RowStart
 
-CANDIDATES = 1024
-LEAST_TEMPERATURE = 1e-30
 ALIGNMENT = 16  # logits
-
-
-class Draw(NamedTuple):
-    """One token to draw. `position` is its place in the sequence; sample 0 of a row is the row's `own`."""
-
-    row: int
-    sample_index: int
-    position: int
-    own: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """In the order of the draws. Reading what it reports waits for the device, unless it was sent `to_host` and has
-    arrived."""
-
-    token_ids_S: Tensor
-    best: "_Best | None" = None
-    margins_S: Tensor | None = None
-
-    def to_host(self) -> "Drawn":
-        """On its way: to be read after what the device has been given so far."""
-        best = self.best and self.best.to_host()
-        margins_S = None if self.margins_S is None else self.margins_S.to("cpu", non_blocking=True)
-        return Drawn(self.token_ids_S.to("cpu", non_blocking=True), best, margins_S)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(self.token_ids_S.tolist())
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Empty when no row asked."""
-        return () if self.best is None else self.best.logprobs(self.token_ids)
-
-    @property
-    def margins(self) -> tuple[float, ...]:
-        """Empty unless they are recorded."""
-        return () if self.margins_S is None else tuple(self.margins_S.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class _Best:
-    """Logprobs of the A draws that ask for them: of the token drawn, and the most likely K."""
-
-    counts: tuple[int | None, ...]  # of each draw: how many it asks for
-    chosen_A: Tensor
-    values_AK: Tensor
-    token_ids_AK: Tensor
-
-    def to_host(self) -> "_Best":
-        parts = (self.chosen_A, self.values_AK, self.token_ids_AK)
-        return _Best(self.counts, *(part.to("cpu", non_blocking=True) for part in parts))
-
-    def logprobs(self, token_ids: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
-        found: list[TokenLogprobs | None] = []
-        asked = zip(self.chosen_A.tolist(), self.values_AK.tolist(), self.token_ids_AK.tolist(), strict=True)
-        for token_id, count in zip(token_ids, self.counts, strict=True):
-            if count is None:
-                found.append(None)
-                continue
-            chosen, values, ids = next(asked)
-            found.append(TokenLogprobs(token_id, chosen, tuple(zip(ids[:count], values[:count], strict=True))))
-        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -247,7 +182,7 @@ class Sampler:
         top_S2 = scores_SV.topk(min(2, self._vocab_size), -1).values
         return scores_SV.argmax(-1), top_S2[:, 0] - top_S2[:, -1]
 
-    def _best(self, logits_SV: Tensor, token_ids_S: Tensor, rows: Sequence[_Row]) -> _Best | None:
+    def _best(self, logits_SV: Tensor, token_ids_S: Tensor, rows: Sequence[_Row]) -> Best | None:
         """Of the model's own distribution, for the rows that ask."""
         counts = tuple(row.sampling.num_logprobs for row in rows)
         asked = [i for i, count in enumerate(counts) if count is not None]
@@ -260,7 +195,7 @@ class Sampler:
         chosen_A = logprobs_AV.gather(1, token_ids_S.unsqueeze(1)).squeeze(1)
         most = max(count or 0 for count in counts)
         top = logprobs_AV.topk(min(most, logits_SV.shape[1]), -1)
-        return _Best(counts, chosen_A, top.values, top.indices)
+        return Best(counts, chosen_A, top.values, top.indices)
 
     def _count(self, draws: Sequence[Draw], rows: Sequence[_Row], token_ids_S: Tensor) -> None:
         own = [i for i, row in enumerate(rows) if row.penalised and draws[i].own]
@@ -282,7 +217,7 @@ class _Numbers:
         self._filtered = np.zeros(max_num_seqs, dtype=bool)
 
     def start(self, row: int, sampling: SamplingParams, sample_index: int) -> None:
-        s, seed = sampling, _as_int64(sampling.seed)
+        s, seed = sampling, as_int64(sampling.seed)
         key = noise.seeded(torch.tensor([seed]), torch.tensor([sample_index]))
         self._seeds[row], (self._first[row], self._second[row]) = seed, (word.item() for word in key)
         self._floats[:, row] = 0.0 if s.greedy else max(s.temperature, LEAST_TEMPERATURE), s.min_p, s.top_p
@@ -330,64 +265,3 @@ class Counts:
             torch.where(seen_V, weakened_V, logits_V, out=logits_V)
         logits_V -= sampling.frequency_penalty * counts_V
         logits_V -= sampling.presence_penalty * present_V
-
-
-def perturb(logits_SV: Tensor, draws: Sequence[Draw], sampling: Sequence[SamplingParams]) -> Tensor:
-    """Scores whose largest is a draw from softmax(logits / temperature) as filtered; −inf where filtered out."""
-    device = logits_SV.device
-    temperature_S1 = _column([max(s.temperature, LEAST_TEMPERATURE) for s in sampling], device)
-    logits_SV = logits_SV.float()
-    scaled_SV = logits_SV.sub(logits_SV.amax(-1, keepdim=True)).div_(temperature_S1)
-    key = noise.keys(
-        torch.tensor([_as_int64(s.seed) for s in sampling], device=device),
-        torch.tensor([draw.sample_index for draw in draws], device=device),
-        torch.tensor([draw.position for draw in draws], device=device),
-    )
-    if all(s.top_p == 1 and s.top_k == 0 and s.min_p == 0 for s in sampling):
-        token_ids_V = torch.arange(scaled_SV.shape[1], device=device)
-        return scaled_SV.add_(noise.gumbel(key.column(), token_ids_V))
-    draws_N, token_ids_N = (scaled_SV >= floor(scaled_SV, sampling)).nonzero(as_tuple=True)
-    scores_SV = torch.full_like(scaled_SV, -torch.inf)
-    scores_N = scaled_SV[draws_N, token_ids_N] + noise.gumbel(key.at(draws_N), token_ids_N)
-    scores_SV[draws_N, token_ids_N] = scores_N
-    return scores_SV
-
-
-def floor(scaled_SV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """[S, 1]: the least logit that min-p, then top-k, then top-p leave in; all that equal it stay in.
-
-    Each filter sees the distribution that the one before left. Mostly few candidates hold the mass, and sorting those is
-    enough; the answer is the same either way.
-    """
-    device, size = scaled_SV.device, scaled_SV.shape[1]
-    floor_S1 = scaled_SV.amax(-1, keepdim=True) + _column([s.min_p for s in sampling], device).log()
-    top_k_S1 = torch.tensor([[min(s.top_k or size, size)] for s in sampling], device=device)
-    top_p_S1 = _column([s.top_p for s in sampling], device)
-    by_mass_S1, by_rank_S1 = top_p_S1 < 1, top_k_S1 < size
-    if not bool((by_mass_S1 | by_rank_S1).any()):
-        return floor_S1
-    left_SV = scaled_SV.masked_fill(scaled_SV < floor_S1, -torch.inf)
-    total_S1 = left_SV.double().logsumexp(-1, keepdim=True)
-    for width in sorted({min(CANDIDATES, size), size}):
-        best_SC = left_SV.topk(width, -1).values
-        best_SC.masked_fill_(torch.arange(width, device=device) >= top_k_S1, -torch.inf)
-        limited_S1 = torch.where(by_rank_S1, best_SC.double().logsumexp(-1, keepdim=True), total_S1)
-        mass_SC = (best_SC - limited_S1).exp()
-        before_SC = mass_SC.cumsum(-1) - mass_SC
-        reached_S1 = before_SC[:, -1:] + mass_SC[:, -1:] >= top_p_S1
-        enough_S1 = ~by_rank_S1 & (~by_mass_S1 | reached_S1) | by_rank_S1 & (top_k_S1 <= width)
-        if width == size or bool(enough_S1.all()):
-            kept_SC = ((before_SC < top_p_S1) | ~by_mass_S1) & (best_SC > -torch.inf)
-            least_S1 = best_SC.masked_fill(~kept_SC, torch.inf).amin(-1, keepdim=True)
-            floor_S1 = torch.where(by_mass_S1 | by_rank_S1, least_S1, floor_S1)
-            break
-    return floor_S1
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
-
-
-def _as_int64(seed: int) -> int:
-    """The signed number of the same 64 bits."""
-    return seed - 2**64 if seed >= 2**63 else seed

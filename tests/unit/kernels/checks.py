@@ -25,7 +25,8 @@ from kernels.ops import AttentionBatch
 from kernels.reference import ReferenceOps, gather_context
 from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels.batches import filled_pool, paged_batch
-from workers.ranks.sampler import Draw, Sampler
+from workers.ranks.drawn import Draw
+from workers.ranks.sampler import Sampler
 from workers.scheduling.plan import RowStart
 
 REFERENCE = ReferenceOps()

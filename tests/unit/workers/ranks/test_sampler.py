@@ -13,7 +13,9 @@ from torch import Tensor
 
 from headrace.values import SamplingParams
 from workers.ranks import sampler as module
-from workers.ranks.sampler import Draw, Sampler, floor, perturb
+from workers.ranks.drawing import floor, perturb
+from workers.ranks.drawn import Draw
+from workers.ranks.sampler import Sampler
 from workers.scheduling.plan import RowStart
 
 pytestmark = pytest.mark.torch
