@@ -68,6 +68,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         f"image.digest=sha256:{'0' * 64}",
         "model.fetch=false",
         "image.pullSecrets={registry}",
+        "monitoring.scrape=true",
         "router.tls.existingSecret=public",
         "router.tls.hasCa=false",
         "router.tls.serverName=llm.example",
