@@ -73,15 +73,36 @@ bench-kernels:  ## each kernel against the card's own limits; the pull too where
 	$(GPU_PYTHON) -m loadtests.bench_kernels
 	@if [ "$$(nvidia-smi -L | wc -l)" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_kernels --pull; fi
 
-bench-handoff:  ## pulls over the real links between two CUDA devices, alone and beside decode steps (GATE=1 fails on a miss)
+# What takes a GPU host longer than one call may: each part is done once, and the same command goes on where it was cut.
+GPU_DONE := .headrace/gpu-done
+MULTI_TESTS := tests/gpu/test_pair.py tests/gpu/test_link.py tests/gpu/test_sums.py tests/gpu/test_parallel.py tests/contract/test_kv_link.py
+
+gpu-test-multi: $(MULTI_TESTS:%=$(GPU_DONE)/%)  ## hand-off, links and parallel ranks on two CUDA devices, a file at a time; goes on where it was cut (make gpu-again begins anew)
+
+$(MULTI_TESTS:%=$(GPU_DONE)/%): $(GPU_DONE)/%:
+	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q $*
+	@mkdir -p $(@D) && touch $@
+
+gpu-again:  ## forgets what gpu-test-multi and bench-handoff have done
+	rm -rf $(GPU_DONE)
+
+bench-handoff: $(addprefix $(GPU_DONE)/,bench-pull-alone bench-pair bench-link)  ## everything about the hand-off on two CUDA devices; goes on where it was cut (GATE=1 fails on a miss)
+
+$(addprefix $(GPU_DONE)/,bench-pull-alone bench-pair bench-link): $(GPU_DONE)/%:
+	$(MAKE) $*
+	@mkdir -p $(@D) && touch $@
+
+bench-pull-alone:  ## pulls over the nvlink link between two CUDA devices, alone and beside decode steps (GATE=1 fails on a miss)
 	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_handoff --source-device 1 \
 		--out docs/benchmarks/handoff-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
-bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL (GATE=1 fails on a miss)
-	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json $(if $(GATE),--gate)
+bench-pair:  ## a prefill and a decode worker as whole processes on two CUDA devices: hand-over, TTFT, ITL; twice, the second launching late (VLLM=bench_vllm_pd's lines; GATE=1 fails on a miss)
+	$(GPU_PYTHON) -m loadtests.bench_pair --out docs/benchmarks/handoff-pair-$(or $(CARD),h200).json \
+		$(if $(VLLM),--vllm $(VLLM)) $(if $(GATE),--gate)
 
-bench-disagg:  ## one aggregated pool against prefill and decode pools on the same CUDA devices (TRACES=azure=… ARGS=…); resumes
-	$(GPU_PYTHON) -m loadtests.disagg --traces $(TRACES) --state docs/benchmarks/disagg-$(or $(CARD),h200).jsonl \
+bench-disagg:  ## one aggregated pool, tuned, against prefill and decode pools on the same CUDA devices (GPUS=2 TRACES=azure=… ARGS=…); 9 minutes a call, goes on where it was
+	$(GPU_PYTHON) -m loadtests.disagg --gpus $(or $(GPUS),2) --traces $(or $(TRACES),azure=examples/azure_sample.csv) \
+		--seconds 500 --state docs/benchmarks/disagg-$(or $(CARD),h200).jsonl \
 		--out docs/benchmarks/disagg-$(or $(CARD),h200).json $(ARGS)
 
 plan-measured: setup  ## the planner's model beside what bench-disagg's runs did, and the cards from docs/benchmarks (CARD=h200 TRACES=…)
@@ -104,4 +125,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: gpu-test-multi gpu-again bench-pull-alone helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -38,6 +38,7 @@ from typing import Any, Literal
 import uvloop
 
 from headrace.values import PrefillTarget, SamplingParams
+from loadtests import vllm_pair
 from loadtests.hand_over_times import HandOver, hand_overs, step_seconds
 from loadtests.one_rank import LLAMA_8B
 from loadtests.report import Report, Row, add_arguments
@@ -250,10 +251,10 @@ class Bench:
         gaps: dict[Where | None, list[float]] = {beside: [] for beside in besides}
         ttft: dict[Where | None, list[float]] = {beside: [] for beside in besides}
         for number in range(self.scale.stream_rounds):
-            for beside in besides if number == 0 and not self.late else besides[:2]:
-                found, waited = await self._streams(beside)
-                gaps[beside] += found
-                ttft[beside] += waited
+            for where in besides if number == 0 and not self.late else besides[:2]:
+                found, waited = await self._streams(where)
+                gaps[where] += found
+                ttft[where] += waited
         alone = quantile(gaps[None], 0.99)
         self.compared("itl_mean_alone_ms", "itl", statistics.mean(gaps[None]))
         for name, beside, must, aim in (("beside", besides[1], 1.3, 1.05), ("aggregated", besides[2], None, None)):
@@ -361,6 +362,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=FULL.engine["num_blocks"], help="fewer where both use one GPU")
     parser.add_argument("--phases", nargs="*", choices=PHASES, default=PHASES, help="default: all")
     parser.add_argument("--launch", nargs="+", choices=("ahead", "late"), default=("ahead", "late"))
+    parser.add_argument("--vllm", type=pathlib.Path, help="JSON lines of vLLM's modes pd and agg on the same cards")
     parser.add_argument("--try", dest="tiny", action="store_true", help="a tiny model on the CPU")
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -380,6 +382,10 @@ def main() -> int:
     if "late" in arguments.launch:
         phases = [phase for phase in arguments.phases if phase in OF_LATE_LAUNCH]
         uvloop.run(measure(report, scale, devices, phases, late=True))
+    if arguments.vllm is not None:
+        lines = arguments.vllm.read_text(encoding="utf-8").splitlines()
+        peers = vllm_pair.peers(json.loads(line) for line in lines if line.startswith("{"))
+        report.rows = vllm_pair.beside(report.rows, peers)
     return report.close(arguments)
 
 

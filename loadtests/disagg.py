@@ -1,13 +1,16 @@
 """The same GPUs as one aggregated pool and as a prefill and a decode pool, under the same open-loop traffic.
 
-    python -m loadtests.disagg --traces azure=FILE.csv --deployments 2U:512 2U:2048 1P1D --rates 8 16 --out disagg-CARD.json
+    python -m loadtests.disagg --traces azure=FILE.csv mooncake=FILE.jsonl --gpus 4 --out disagg-CARD.json
+    python -m loadtests.disagg --traces azure=FILE.csv --deployments 2U:512 2U:2048 1P1D --rates 8 16
     python -m loadtests.disagg --try                # a tiny model on the CPU: that it runs, not how fast
 
 Llama-3.1-8B shape, bf16, random weights. `2U:512`: two workers that do both, chunks of at most 512 tokens; `1P1D`: one of
-each. Lengths and the shape of arrivals are the trace's, its rate is scaled; every prompt is computed (no prefix is shared);
-prompts beyond the served context are left out and counted. Placed on the worker with the least to do, by prompt tokens that
-wait and, where decoding, by requests that run. Every run is kept in --state and not made again, so that a call may end by
---seconds and another go on; SLOs are judged afterwards, from all runs there are.
+each. Without --deployments: every split of the GPUs, and one pool in every chunk budget from 128 to 8,192. Without --rates:
+rising ones around the trace's knee, until every SLO has lost goodput twice. Lengths and the shape of arrivals are the
+trace's, its rate is scaled; every prompt is computed (no prefix is shared); prompts beyond the served context are left out
+and counted. Placed on the worker with the least to do, by prompt tokens that wait and, where decoding, by requests that
+run. Every run is kept in --state and not made again, so that a call may end by --seconds and another go on; SLOs are judged
+afterwards, from all runs there are.
 
 goodput_TRACE_SLO_ratio     best goodput per GPU of two pools over the tuned single pool's (loadtests.judged has the SLOs)
 crossover_TRACE_ms          the largest TPOT target at which two pools are better by a twentieth, with the tight TTFT
@@ -17,7 +20,6 @@ import argparse
 import asyncio
 import json
 import pathlib
-import re
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,6 +34,7 @@ import uvloop
 from headrace.traces import Prompts, TraceRow, read, within
 from headrace.values import PrefillTarget, SamplingParams
 from loadtests.bench_pair import FULL, TINY, make_model, worker
+from loadtests.disagg_plan import Deployment, deployments_of, is_spent, rates_of
 from loadtests.judged import SLOS, TIGHT_TTFT_SECONDS, Point, by_tpot, crossover_ms, verdicts
 from loadtests.open_loop.answers import Answer, Ask, Outcome, asks
 from loadtests.open_loop.client import Call, Served
@@ -41,32 +44,6 @@ from loadtests.report import Report, Row, add_arguments, cpu
 from loadtests.worker_session import Session, open_session
 
 WARMUP_FRACTION = 0.2
-SPLIT_CHUNK = 2048
-DEPLOYMENT = re.compile(r"(?:(\d+)U:(\d+)|(\d+)P(\d+)D)")
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """`num_prefill` 0: all workers do both."""
-
-    name: str
-    num_prefill: int
-    num_decode: int
-    chunk: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Deployment":
-        match = DEPLOYMENT.fullmatch(text)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"a deployment must be like 2U:512 or 1P1D, got {text}")
-        both, chunk, prefill, decode = match.groups()
-        if both:
-            return cls(f"{both}U", 0, int(both), int(chunk))
-        return cls(text, int(prefill), int(decode), SPLIT_CHUNK)
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_prefill + self.num_decode
 
 
 @dataclass
@@ -173,15 +150,19 @@ class Bench:
     def __post_init__(self) -> None:
         self.points = kept(self.state)
 
-    async def measure(self, deployment: Deployment, rates: Sequence[float], deadline: float) -> None:
-        """All that is missing of a deployment and can be over in time. One that fails begins anew with the next call."""
+    def missing(self, deployment: Deployment, rates: Sequence[float] | None) -> list[tuple[str, float]]:
         known = {point.key for point in self.points}
-        missing = [
+        return [
             (name, rate)
-            for name in self.traces
-            for rate in rates
+            for name, (rows, _) in self.traces.items()
+            if rates is not None or not is_spent(self.points, name, deployment)
+            for rate in rates or rates_of(rows, deployment.num_gpus)
             if (name, deployment.name, deployment.chunk, rate) not in known
         ]
+
+    async def measure(self, deployment: Deployment, rates: Sequence[float] | None, deadline: float) -> None:
+        """All that is missing of a deployment and can be over in time. One that fails begins anew with the next call."""
+        missing = self.missing(deployment, rates)
         if not missing or monotonic() > deadline:
             return
         async with deployed(deployment, self.shape, self.engine, on_gpus=self.on_gpus) as pools:
@@ -189,6 +170,8 @@ class Bench:
             for name, rate in missing:
                 if monotonic() > deadline:
                     return
+                if rates is None and is_spent(self.points, name, deployment):
+                    continue
                 await self._point(pools, deployment, name, rate)
 
     async def _warm_up(self, pools: Pools) -> None:
@@ -278,18 +261,25 @@ def draw(points: Sequence[Point], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-async def measure(bench: Bench, deployments: Sequence[Deployment], rates: Sequence[float], seconds: float) -> None:
+async def measure(
+    bench: Bench, deployments: Sequence[Deployment], rates: Sequence[float] | None, seconds: float
+) -> None:
     deadline = monotonic() + seconds
     for deployment in deployments:
         await bench.measure(deployment, rates, deadline)
+    left = sum(len(bench.missing(deployment, rates)) for deployment in deployments)
+    print(
+        f"  at most {left} runs are left: the same command goes on" if left else "  nothing is left to run", flush=True
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--traces", nargs="+", metavar="NAME=FILE", help="such as azure=FILE.csv mooncake=FILE.jsonl")
-    parser.add_argument("--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D")
-    parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 16.0], help="requests a second, all GPUs")
-    parser.add_argument("--run-seconds", type=float, default=60.0, help="of traffic, each run")
+    parser.add_argument("--gpus", type=int, default=2, help="that the deployments share, where none are named")
+    parser.add_argument("--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D|1P1D:4096")
+    parser.add_argument("--rates", nargs="+", type=float, help="requests a second, all GPUs")
+    parser.add_argument("--run-seconds", type=float, default=20.0, help="of traffic, each run")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins later")
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--state", type=pathlib.Path, default=pathlib.Path("disagg-points.jsonl"))
@@ -306,14 +296,15 @@ def main() -> int:
         engine |= {"max_num_seqs": 256}
     if arguments.tiny:
         traffic = {"tiny": ([TraceRow(i, i / 4, 20 + 37 * i % 150, 3 + i % 9) for i in range(400)], 0)}
-        deployments = [Deployment.parse(each) for each in ("2U:32", "2U:64", "1P1D")]
-        rates, seconds, hardware = [4.0, 8.0], 3.0, cpu()
+        deployments = arguments.deployments or [Deployment.parse(each) for each in ("2U:32", "2U:64", "1P1D")]
+        rates, seconds, hardware = arguments.rates or [4.0, 8.0], 3.0, cpu()
     else:
         import torch
 
         named = dict(each.split("=", 1) for each in arguments.traces)
         traffic = {name: within(read(pathlib.Path(path)), context) for name, path in named.items()}
-        deployments, rates, seconds = arguments.deployments, arguments.rates, arguments.run_seconds
+        deployments = arguments.deployments or deployments_of(arguments.gpus)
+        rates, seconds = arguments.rates, arguments.run_seconds
         most = max(deployment.num_gpus for deployment in deployments)
         hardware = f"{most} × {torch.cuda.get_device_properties(0).name}"
     bench = Bench(arguments.state, traffic, scale.shape, engine, seconds, not arguments.tiny)
