@@ -1,23 +1,29 @@
-"""A prefill worker that is killed, frozen or told to fail, as its decode worker lives through it. Real processes."""
+"""A worker that is killed, frozen or told to fail at any phase of a hand-off, as the other side lives through it. Real
+processes."""
 
 import asyncio
 import os
 import pathlib
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from headrace.errors import WorkerLost
 from headrace.v1 import control_pb2
 from headrace.values import Request, RequestKey, SamplingParams
-from tests.session import Router, open_session
+from tests.session import Answer, Router, open_session
 from tests.tiny import make_checkpoint
 from tests.worker_process import WorkerProcess, a_worker_process
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+Fault = control_pb2.Fault
+SERVES_AGAIN_SECONDS = 2.0  # what was promised
 
 OPTIONS = (
     *("--block-size", "8", "--max-step-tokens", "16", "--num-blocks", "64", "--fault-hooks"),
@@ -41,16 +47,42 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in listed for child in children.read_text().split()]
 
 
-@asynccontextmanager
-async def a_pair(
-    checkpoint: pathlib.Path, folder: pathlib.Path
-) -> AsyncIterator[tuple[WorkerProcess, WorkerProcess, Router]]:
-    async with (
-        a_worker_process(checkpoint, folder, "p0", "--role", "prefill", *OPTIONS) as prefill,
-        a_worker_process(checkpoint, folder, "d0", "--role", "decode", *OPTIONS) as decode,
-        open_session(decode.address) as router,
-    ):
-        yield prefill, decode, router
+@dataclass(frozen=True)
+class Pair:
+    """Two workers that outlive what is done to their peers."""
+
+    prefill: WorkerProcess
+    decode: WorkerProcess
+
+    def session(self) -> AbstractAsyncContextManager[Router]:
+        return open_session(self.decode.address)
+
+    async def free_again(self) -> None:
+        await free_again(self.prefill)
+        await free_again(self.decode)
+
+
+async def started(
+    stack: AsyncExitStack, checkpoint: pathlib.Path, folder: pathlib.Path, role: str, names: Sequence[str]
+) -> list[WorkerProcess]:
+    """Workers of one role, side by side; they end with the stack."""
+    starting = (a_worker_process(checkpoint, folder, name, "--role", role, *OPTIONS) for name in names)
+    return list(await asyncio.gather(*map(stack.enter_async_context, starting)))
+
+
+async def faults(worker: WorkerProcess, *faults: Any) -> None:
+    """From now on these and no others."""
+    async with worker.control() as control:
+        await control.Faults(control_pb2.FaultsRequest(faults=faults))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        folder = tmp_path_factory.mktemp("pair")
+        (prefill,) = await started(stack, checkpoint, folder, "prefill", ["p0"])
+        (decode,) = await started(stack, checkpoint, folder, "decode", ["d0"])
+        yield Pair(prefill, decode)
 
 
 async def free_again(worker: WorkerProcess) -> None:
@@ -63,47 +95,129 @@ async def free_again(worker: WorkerProcess) -> None:
                 return
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-async def test_case_08_a_prefill_worker_that_is_gone_costs_a_request_only_time(
-    how: str, checkpoint: pathlib.Path, tmp_path: pathlib.Path
+@dataclass(frozen=True)
+class Phase:
+    """A hand-off is held here, by a fault in the worker that decodes. `there`: as (Describe of decode, of prefill, answer)
+    have it then."""
+
+    fault: Any
+    there: Callable[[Any, Any, Answer], bool]
+
+
+# Blocks of 8, chunks of 16 tokens, a prompt of 60: eight blocks, two a chunk.
+PHASES = {
+    "before the ticket": Phase(
+        Fault(point="ticket", action="pause"), lambda decode, prefill, _: bool(decode.requests) and not prefill.tickets
+    ),
+    "in mid-chunk": Phase(
+        Fault(point="transfer.block", action="pause", at=3),
+        lambda decode, prefill, _: bool(prefill.tickets) and decode.blocks.active >= 4,
+    ),
+    "after the last chunk": Phase(
+        Fault(point="transfer.block", action="pause", at=7),
+        lambda decode, prefill, _: prefill.blocks.pinned > 0 and decode.blocks.active == 8,
+    ),
+    "before the release": Phase(
+        Fault(point="release", action="pause"), lambda decode, prefill, answer: answer.over and bool(prefill.tickets)
+    ),
+}
+
+
+async def reach(phase: Phase, decode: WorkerProcess, prefill: WorkerProcess, answer: Answer) -> None:
+    """Returns when the hand-off is held in the phase; the answers to Describe are what is waited for."""
+    async with decode.control() as of_decode, prefill.control() as of_prefill, asyncio.timeout(20):
+        while True:
+            described = [await control.Describe(control_pb2.DescribeRequest()) for control in (of_decode, of_prefill)]
+            if phase.there(*described, answer):
+                return
+
+
+async def test_a_prefill_worker_killed_at_any_phase_costs_a_request_only_time(
+    pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    async with a_pair(checkpoint, tmp_path) as (prefill, decode, router):
+    async with AsyncExitStack() as stack:
+        names = [f"p-{name.replace(' ', '-')}" for name in PHASES]
+        victims = await started(stack, checkpoint, tmp_path, "prefill", names)
+        router = await stack.enter_async_context(pair.session())
+        for (name, phase), victim in zip(PHASES.items(), victims, strict=True):
+            async with asyncio.timeout(30):
+                prompt, decode = request(f"killed {name}"), pair.decode
+                await faults(decode, phase.fault)
+                answer = router.submit(replace(prompt, prefill=victim.target))
+                await reach(phase, decode, victim, answer)
+                victim.process.kill()
+                await victim.process.wait()
+                await faults(decode)
+                if name != "before the release":
+                    await answer.until(lambda answer: answer.lost)
+                    router.place(RequestKey(prompt.key.request_id, 2), pair.prefill.target)
+                assert (await answer.end()).error is None, name
+                async with asyncio.timeout(SERVES_AGAIN_SECONDS):
+                    again = replace(prompt, key=RequestKey(f"after {name}"), prefill=pair.prefill.target)
+                    assert (await router.submit(again).end()).tokens == answer.tokens, name
+                await pair.free_again()
+
+
+async def test_a_decode_worker_killed_at_any_phase_leaves_its_prefill_worker_serving(
+    pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        names = [f"d-{name.replace(' ', '-')}" for name in PHASES]
+        victims = await started(stack, checkpoint, tmp_path, "decode", names)
+        survivor = await stack.enter_async_context(pair.session())
+        for (name, phase), victim in zip(PHASES.items(), victims, strict=True):
+            async with asyncio.timeout(30), open_session(victim.address) as router:
+                prompt, prefill = request(f"cut {name}"), pair.prefill
+                await faults(victim, phase.fault)
+                answer = router.submit(replace(prompt, prefill=prefill.target))
+                await reach(phase, victim, prefill, answer)
+                victim.process.kill()
+                await router.ended.wait()
+                assert answer.over == (name == "before the release"), "the router hears of the end, and of no answer"
+                async with asyncio.timeout(SERVES_AGAIN_SECONDS):
+                    again = await survivor.submit(replace(prompt, prefill=prefill.target)).end()
+                    assert again.error is None, name
+                await pair.free_again()
+
+
+async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time(
+    pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    async with (
+        a_worker_process(checkpoint, tmp_path, "frozen", "--role", "prefill", *OPTIONS) as prefill,
+        pair.session() as router,
+    ):
         warm = await router.submit(replace(request("warm"), prefill=prefill.target)).end()
         assert warm.error is None
-        async with prefill.control() as control:
-            pause = control_pb2.Fault(point="step", action="pause")
-            await control.Faults(control_pb2.FaultsRequest(faults=[pause]))
-        answers = [router.submit(replace(request(f"q{i}"), prefill=prefill.target)) for i in range(3)]
+        await faults(prefill, Fault(point="step", action="pause"))
+        answers = [router.submit(replace(request(f"f{i}"), prefill=prefill.target)) for i in range(3)]
         await router.ping()
-        prefill.process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        prefill.process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(10):
             for answer in answers:
                 await answer.until(lambda answer: answer.lost)
                 router.place(RequestKey(answer.lost[0].key.request_id, 2), None)
                 assert (await answer.end()).error is None
-        alone = [await router.submit(request(f"a{i}")).end() for i in range(1)]
-        assert all(answer.error is None for answer in alone)
-        await free_again(decode)
+        assert (await router.submit(request("fa")).end()).error is None
+        await free_again(pair.decode)
 
 
 async def test_case_13_a_transfer_that_fails_at_a_block_is_told_and_placed_again(
-    checkpoint: pathlib.Path, tmp_path: pathlib.Path
+    pair: Pair,
 ) -> None:
-    async with a_pair(checkpoint, tmp_path) as (prefill, decode, router):
+    async with pair.session() as router:
         alone = await router.submit(request("q")).end()
-        async with decode.control() as control:
+        async with pair.decode.control() as control:
             await control.CacheReset(control_pb2.CacheResetRequest())
-            fail = control_pb2.Fault(point="transfer.block", action="raise", at=3, times=1)
-            await control.Faults(control_pb2.FaultsRequest(faults=[fail]))
-        answer = router.submit(replace(request("q"), prefill=prefill.target))
+        await faults(pair.decode, Fault(point="transfer.block", action="raise", at=3, times=1))
+        answer = router.submit(replace(request("q"), prefill=pair.prefill.target))
         await answer.until(lambda answer: answer.lost)
-        router.place(RequestKey("q", 2), prefill.target)
+        router.place(RequestKey("q", 2), pair.prefill.target)
         got = await answer.end()
         assert got.tokens == alone.tokens
         assert got.timeline is not None
         assert got.timeline.prefill_worker == "p0"
-        await free_again(prefill)
-        await free_again(decode)
+        await pair.free_again()
 
 
 async def test_case_59_a_lost_rank_ends_the_worker_with_an_error(
