@@ -151,7 +151,7 @@ async def test_a_sound_worker_passes_by_two_cheap_prompts_that_are_nobodys(redis
         assert checked.worker.cancels.empty()
 
 
-async def test_a_worker_that_names_its_blocks_otherwise_is_caught_and_back_after_a_check_that_passes(
+async def test_case_31_34_a_worker_that_names_its_blocks_otherwise_is_caught_and_back_once_it_passes(
     redis_url: str,
 ) -> None:
     """Its probe in the hello is right, its events are not: of another block size or seed than it says."""

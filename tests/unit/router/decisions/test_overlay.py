@@ -58,6 +58,10 @@ def test_case_38_the_oldest_gives_way_at_the_workers_capacity_and_at_the_whole_o
         assert len(expected(overlay, "a")) <= 7
     overlay.expect("long", "a", range(1000, 1050), capacity=7, expires=5.0)
     assert expected(overlay, "a") == set(range(1000, 1007))
+    roomy = Overlay()
+    for number in range(100):
+        roomy.expect(f"r{number}", "a", range(number * 3, number * 3 + 3), capacity=7, expires=5.0)
+    assert expected(roomy, "a") == set(range(294, 300))
 
 
 def test_who_expects_a_prompt_is_found_by_its_first_block_as_long_as_an_entry_lasts() -> None:
