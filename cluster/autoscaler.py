@@ -125,7 +125,8 @@ class Autoscaler:
         self._known.update({name: pool.worker for name, pool in pools.items() if name in with_lease})
         traffic = self._meter.traffic(now)
         forecast = history.forecast(traffic.level, self._rules.lead_seconds)
-        return Inputs(now, self._rules, pools, traffic, forecast, self._memory, desired.trusted)
+        others = sum(one.worker.layout.world_size for one in seen if one.worker.pool not in self._rules.pools)
+        return Inputs(now, self._rules, pools, traffic, forecast, self._memory, desired.trusted, others)
 
     def _is_news(self, inputs: Inputs, decision: Decision) -> bool:
         """A change, or another word on why there is none: equal turns are recorded once."""

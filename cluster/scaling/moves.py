@@ -62,8 +62,9 @@ class Plan:
 
     @property
     def committed_gpus(self) -> int:
-        """Of what is to be, of what goes for it and is not gone yet, and of what leaves already."""
-        return sum(
+        """Of what is to be, of what goes for it and is not gone yet, of what leaves already, and of pools that are none any
+        more."""
+        return self.inputs.other_gpus + sum(
             (max(size.replicas, self.inputs.pools[name].staying) + self.inputs.pools[name].leaving)
             * self.bounds[name].gpus
             for name, size in self.sizes.items()

@@ -4,7 +4,8 @@
               arrivals, at the targets
     backlog   what waits, in workers that would be through with it in CATCH_UP_SECONDS, beside those that serve what comes
     KV        decode workers such that the KV that is used now would be KV_FULL of theirs
-    boost     where requests miss their targets though by all this there are enough workers: more, by a tenth a step
+    reserve   where requests miss their targets though by all this there are enough workers: sized for more load, by a tenth
+              a step; and by what the last day missed
 
 Of a role whose work nobody has done yet nothing is known but that one worker is needed: what is there stays.
 
@@ -29,10 +30,10 @@ FORGET_BOOST_SECONDS = 6 * 3600.0
 MIN_JUDGED = 50
 LASTING_WINDOWS = 2
 MISS_MARGIN = 0.02
-ACCOUNT_SECONDS = 6 * 3600.0  # after which half of the account is forgotten
-FREE = 0.4  # of the misses that are allowed: so many ask for no reserve
-RESERVE = 0.3  # where half as many again as are allowed were missed
-SPENT_STEP = 0.1
+ACCOUNT_SECONDS = 86_400.0  # after which half of the account is forgotten: a reserve that comes and goes costs more
+RESERVE = 0.7  # of the load, where all misses that are allowed are of one role's target
+MOST_RESERVE = 0.5
+SPENT_STEP = 0.05
 LENGTH_CV = 1.0
 MARGIN = 1.05  # more than chance does to the rate of a window
 RATE_STEP = 1.02  # rates are sized for in steps: what wobbles less changes no size
@@ -74,8 +75,8 @@ def needs(inputs: Inputs) -> Needs:
         if names[-1] is None:
             continue
         workers = [inputs.pools[name].worker for name in names if name is not None]
-        sized, why, cannot = _ahead(inputs, workers[0], workers[-1], rate, unified=roles == (Role.UNIFIED,))
-        more_sized, _, _ = _ahead(inputs, workers[0], workers[-1], rate * MARGIN, unified=roles == (Role.UNIFIED,))
+        unified = roles == (Role.UNIFIED,)
+        _, why, cannot = _ahead(inputs, workers[0], workers[-1], rate, unified=unified)
         said.append(why)
         unreachable += [cannot] if cannot and all(is_known(inputs, role) for role in roles) else []
         for role, name in zip(roles, names, strict=True):
@@ -86,7 +87,13 @@ def needs(inputs: Inputs) -> Needs:
                     f"{role.value}: nobody has done it yet, so how fast it goes is not known: as many as there are"
                 )
             elif name is not None:
-                found[role.value], more = _with_what_is(inputs, role, name, max(getattr(sized, role.value), 1), cannot)
+                # Of the load, not of the workers: a twentieth more load is seldom a worker more.
+                reserve = 1.0 if cannot else _reserve(inputs, role)
+                sized, why, _ = _ahead(inputs, workers[0], workers[-1], rate * reserve, unified=unified)
+                more_sized, _, _ = _ahead(inputs, workers[0], workers[-1], rate * reserve * MARGIN, unified=unified)
+                if reserve > 1.0:
+                    said.append(f"{role.value} for {reserve:.2f} × the load, by what requests got: {why}")
+                found[role.value], more = _with_what_is(inputs, role, name, max(getattr(sized, role.value), 1))
                 with_margin[role.value] = max(getattr(more_sized, role.value), found[role.value])
                 said += more
     if rules.standby_workers and last.value in found:
@@ -134,8 +141,8 @@ def attainment(inputs: Inputs, supplies: Mapping[Role, float], rate: float) -> f
     return _attainment(pools, *workers, load_of(inputs, rate), inputs.rules.target)
 
 
-def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float, cannot: str) -> tuple[float, list[str]]:
-    """Beyond what is ahead: backlog, KV, and what is known of the model's error."""
+def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float) -> tuple[float, list[str]]:
+    """Beyond what is ahead: backlog and KV."""
     traffic, worker = inputs.traffic, inputs.pools[name].worker
     length, said = mean_length(inputs), []
     most = ahead
@@ -162,26 +169,24 @@ def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float, cannot: s
         if used > KV_FULL:
             said.append(f"{role.value} {ready * used / KV_FULL:.1f}: {used:.0%} of their KV is used")
             most = max(most, ready * used / KV_FULL)
-    boost = max(inputs.memory.boost.get(role.value, 1.0), _by_account(inputs, role))
-    if boost > 1.005 and not cannot:
-        said.append(f"{role.value} × {boost:.2f}: by what requests got")
-        most *= boost
     return most, said
 
 
-def _by_account(inputs: Inputs, role: Role) -> float:
-    """Reserve for what no model of a steady load knows (bursts, surges within the lead): the more, the more of the misses
-    that the target allows the last hours had, in steps."""
+def _reserve(inputs: Inputs, role: Role) -> float:
+    """How much more load the role is sized for than comes: by what the model underrates, and for what no model of a steady
+    load knows (bursts, surges within the lead): the more, the more of the misses that the target allows the last day
+    had, in steps."""
+    boost = inputs.memory.boost.get(role.value, 1.0)
     account, allowed = inputs.memory.account, 1 - inputs.rules.target.attainment
     if account.judged < MIN_JUDGED:
-        return 1.0
+        return boost
     missed = {
         Role.PREFILL: account.missed_ttft,
         Role.DECODE: account.missed_tpot,
         Role.UNIFIED: account.missed_ttft + account.missed_tpot,
     }[role]
     spent = missed / account.judged / allowed
-    return 1 + RESERVE * min(max(math.floor((spent - FREE) / SPENT_STEP) * SPENT_STEP, 0.0), 1.0)
+    return max(boost, 1 + min(RESERVE * math.floor(spent / SPENT_STEP) * SPENT_STEP, MOST_RESERVE))
 
 
 def accounted(inputs: Inputs) -> Account:
@@ -218,12 +223,24 @@ def boosted(
         if reference(inputs, Role.DECODE) is None:
             short = Role.UNIFIED
         else:
-            short = Role.PREFILL if traffic.missed_ttft > traffic.missed_tpot else Role.DECODE
+            short = _short(inputs, supplies, found)
             if reference(inputs, short) is None:
                 short = Role.DECODE
         if supplies.get(short.value, 0.0) >= found.of(short):
             boost[short.value] = min(boost.get(short.value, 1.0) * BOOST_STEP, MOST_BOOST)
     return {role: round(value, 4) for role, value in boost.items() if value > 1.005}, now, since
+
+
+def _short(inputs: Inputs, supplies: Mapping[str, float], found: Needs) -> Role:
+    """Prefill or decode: whose target is missed. Who was refused, or failed, missed neither: then who has the least beyond
+    what is needed."""
+    traffic = inputs.traffic
+    neither = 1 - traffic.attainment - max(traffic.missed_ttft, traffic.missed_tpot)
+    if neither > max(traffic.missed_ttft, traffic.missed_tpot):
+        return min(
+            (Role.PREFILL, Role.DECODE), key=lambda role: supplies.get(role.value, 0.0) / max(found.of(role), 1e-9)
+        )
+    return Role.PREFILL if traffic.missed_ttft > traffic.missed_tpot else Role.DECODE
 
 
 def mean_length(inputs: Inputs) -> Length:

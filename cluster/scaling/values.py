@@ -183,7 +183,7 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Requests of the last hours, older ones counted less, and of them those that missed the one target or the other."""
+    """Requests of the last day, older ones counted less, and of them those that missed the one target or the other."""
 
     judged: float = 0.0
     missed_ttft: float = 0.0
@@ -210,7 +210,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All that a decision rests on. `trusted`: what is desired stood in Redis, and was not rebuilt just now."""
+    """All that a decision rests on. `trusted`: what is desired stood in Redis, and was not rebuilt just now. `other_gpus`:
+    that workers of pools hold which are not in the configuration any more."""
 
     now: float
     rules: Rules
@@ -219,6 +220,7 @@ class Inputs:
     forecast: Forecast = field(default_factory=Forecast)
     memory: Memory = field(default_factory=Memory)
     trusted: bool = True
+    other_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

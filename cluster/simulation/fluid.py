@@ -13,6 +13,7 @@ from cluster.planning.prediction import Overload, predict
 from cluster.planning.queueing import normal_cdf
 from cluster.scaling.values import PoolRules, Rules
 from cluster.simulation import cards
+from headrace.costmodel import CostModel
 from headrace.values import ParallelLayout, Role
 
 STEP_SECONDS = 1.0
@@ -63,17 +64,14 @@ class Fluid:
         world, cost = self.world, self.world.worker.cost
         service, tokens, context = _means(world)
         self.rate += (arrivals - self.rate) / 30
-        wait = self.waiting_seconds / prefill if prefill else 1e3
+        before = self.waiting_seconds
         self.waiting_seconds += arrivals * service
         done = min(self.waiting_seconds, prefill * STEP_SECONDS)
         self.waiting_seconds -= done
+        wait = (before + self.waiting_seconds) / 2 / prefill if prefill else 1e3  # who comes in the middle of it
+        self.sequences = _decoding(self.sequences + done / service, tokens, context, decode, cost)
         rows = self.sequences / max(decode, 1)
-        step_seconds = cost.decode_base_seconds + rows * (
-            cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
-        )
-        self.sequences += done / service
-        if decode:
-            self.sequences -= min(self.sequences, self.sequences / (tokens * step_seconds) * STEP_SECONDS)
+        step_seconds = cost.decode_base_seconds + rows * _row_seconds(cost, context)
         self.waiting_prompts = self.waiting_seconds / service
         if not arrivals:
             return 1.0
@@ -90,6 +88,22 @@ class Fluid:
     @property
     def attainment(self) -> float:
         return self.kept / self.arrived if self.arrived else 1.0
+
+
+def _row_seconds(cost: CostModel, context: float) -> float:
+    """What a sequence adds to a step."""
+    return cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
+
+
+def _decoding(there: float, tokens: float, context: float, decode: int, cost: CostModel) -> float:
+    """Of so many sequences those that still decode after a step: as many leave as the step time of those that stay lets
+    (backwards, so that a load that stays has the rows of Little's law, though a whole answer takes little more than a
+    step)."""
+    if not decode:
+        return there
+    answer, more = tokens * cost.decode_base_seconds, tokens * _row_seconds(cost, context) / decode
+    middle = answer + STEP_SECONDS - there * more
+    return (math.sqrt(middle * middle + 4 * more * there * answer) - middle) / (2 * more)
 
 
 @lru_cache(maxsize=16)

@@ -22,8 +22,8 @@ from cluster.simulation.week import DAY, Outcome, Traffic
 from headrace.goodput import Slo
 from headrace.traces import TraceRow
 
-WARM_SECONDS = 15
-SPAN_SECONDS = 40
+WARM_SECONDS = 10
+SPAN_SECONDS = 25
 LATER_SECONDS = 300  # where sizes change meanwhile, the same moment a little later
 
 

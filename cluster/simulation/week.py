@@ -39,6 +39,7 @@ DAY = 86_400
 DRAIN_SECONDS = 30
 FLIP_SECONDS = 5
 CLAIRVOYANT_SECONDS = 300
+RESERVES = (0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3)
 NIGHT = 0.25  # of the day's peak
 WEEKEND = 0.6
 SURGES_A_DAY, SURGE, SURGE_SECONDS, SURGE_RAMP_SECONDS = 3, 1.4, 900, 240
@@ -252,21 +253,30 @@ def _seen(world: World, fleet: Fleet, now: float) -> PoolSeen:
 
 
 def clairvoyant(world: World, traffic: Traffic, attainment: float) -> tuple[float, float]:
-    """(GPU-hours, its own attainment) of the fewest workers in each stretch by the true rate, with the least reserve that
-    keeps `attainment`."""
-    found = (0.0, 0.0)
-    for reserve in (0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3):
-        fluid, gpu_seconds = Fluid(world), 0.0
-        for second, arrivals in enumerate(traffic.arrivals.tolist()):
-            if second % CLAIRVOYANT_SECONDS == 0:
-                rate = float(traffic.rates[second : second + CLAIRVOYANT_SECONDS].max()) * reserve
-                sized = fewest(world, coarse_up(rate))
-            fluid.step(arrivals, sized.prefill, sized.decode)
-            gpu_seconds += sized.num_workers
-        found = gpu_seconds / 3600, fluid.attainment
-        if fluid.attainment >= attainment:
-            break
+    """(GPU-hours, its own attainment) of the fewest workers in each stretch by the true rate, with the least of RESERVES
+    that keeps `attainment`. It keeps no worker for one that may die: nor do we (what must suffice without one more is the
+    load of now, docs/autoscaling.md), and nobody dies in a week."""
+    at = RESERVES.index(1.0)
+    found = _knowing(world, traffic, RESERVES[at])
+    if found[1] < attainment:
+        while found[1] < attainment and at + 1 < len(RESERVES):
+            at += 1
+            found = _knowing(world, traffic, RESERVES[at])
+        return found
+    while at and (less := _knowing(world, traffic, RESERVES[at - 1]))[1] >= attainment:
+        at, found = at - 1, less
     return found
+
+
+def _knowing(world: World, traffic: Traffic, reserve: float) -> tuple[float, float]:
+    fluid, gpu_seconds = Fluid(world), 0.0
+    for second, arrivals in enumerate(traffic.arrivals.tolist()):
+        if second % CLAIRVOYANT_SECONDS == 0:
+            rate = float(traffic.rates[second : second + CLAIRVOYANT_SECONDS].max()) * reserve
+            sized = fewest(world, coarse_up(rate))
+        fluid.step(arrivals, sized.prefill, sized.decode)
+        gpu_seconds += sized.num_workers
+    return gpu_seconds / 3600, fluid.attainment
 
 
 def coarse_up(rate: float) -> float:
