@@ -2,10 +2,11 @@
 # One image for router, controller and workers. `--target cpu` has torch for CPUs, `--target cuda` that for CUDA 13, with
 # what compiles kernels at a first start. `--build-arg TORCH_INDEX=…` names torch's own index of the builds for that target
 # (its installation page has it); without one the default build is taken, which is CUDA's for both. Everything is pinned by
-# constraints.txt, but CUDA's torch by TORCH below.
-ARG PYTHON=3.12
+# constraints.txt, but CUDA's torch by TORCH below. `--build-arg BASE=…` is another image of Debian with `python` on its path
+# (and its headers, for `cuda`): a mirror's, or your own.
+ARG BASE=python:3.12-slim-bookworm
 
-FROM python:${PYTHON}-slim-bookworm AS source
+FROM ${BASE} AS source
 WORKDIR /build
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY cluster cluster
@@ -44,7 +45,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
     && CC=gcc /opt/headrace/bin/headrace kernels compile ${KERNELS} --card "${KERNELS_CARD}" \
         $(printf -- '--tp %s ' ${KERNELS_TP}) --out /opt/headrace/kernels
 
-FROM python:${PYTHON}-slim-bookworm AS base
+FROM ${BASE} AS base
 # KubeRay asks a node how it is by wget, in a login shell, which knows no ENV: hence the profile.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends wget && rm -rf /var/lib/apt/lists/* \

@@ -44,8 +44,17 @@ class Launched:
     cached: bool | None = None
 
 
+class _Unloaded:
+    """In the place of what Triton compiles for the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
 class _NoDevice(DriverBase):
     """A driver that names a card, and has none."""
+
+    utils = _Unloaded()  # later versions have one launcher for all kernels, there
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -116,13 +125,8 @@ def without_device(capability: int, say: Callable[[Launched], None], *, compile_
 def _launchers_unloaded() -> Iterator[None]:
     """What Triton compiles for the host, to launch a kernel and to look at the card, is linked against an empty library in
     the driver's place, kept, and not loaded: it would not find what the driver has."""
-
-    class Unloaded:
-        def __getattr__(self, name: str) -> Any:
-            return None
-
     load = build._load_module_from_path
-    build._load_module_from_path = lambda name, path: Unloaded()
+    build._load_module_from_path = lambda name, path: _Unloaded()
     before = os.environ.get("TRITON_LIBCUDA_PATH")
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "libcuda.so.1")
