@@ -50,6 +50,8 @@ LOADS = (
     Load("decode_b64", 64, 1024, 400),
     Load("decode_b256", 256, 1024, 400),
     Load("prefill_8x1k", 8, 1024, 1),
+    Load("prefill_2k", 1, 2048, 1),
+    Load("prefill_4k", 1, 4096, 1),
     Load("prefill_32k", 1, 32768, 1),
     Load("mixed", 256, 600, 200),
 )

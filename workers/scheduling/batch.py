@@ -13,7 +13,7 @@ from workers.scheduling.outcomes import ChunkDone, FirstToken, SchedulerLimits, 
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.scheduling.running import Fit, Flight, Running, age, held
 from workers.scheduling.sequence import Kind, RequestState, Sequence, Stage, num_blocks_for
-from workers.scheduling.turns import num_groups, whose_turn
+from workers.scheduling.turns import num_groups, prompt_share, whose_turn
 
 # One a row and step: past the field-by-field constructor of a named tuple.
 _row_work = tuple.__new__
@@ -125,12 +125,15 @@ class Batch:
             return self._limits.max_context_tokens if left > 0 else 0
         return self._budget // 2 - sum(seq.num_tokens - seq.num_scheduled for seq in queue[1:])
 
-    def prefill(self) -> None:
+    def prefill(self, *, others_wait: bool) -> None:
         """Chunks of prompts, oldest first. While the first needs several steps, prompts that fit whole into half of the
-        budget pass beside it."""
+        budget pass beside it. With several stages prompts are shared out over plans, where no `others_wait` behind them."""
         if not self._running.prefilling:
             return
         queue = tuple(self._running.prefilling)
+        if self._limits.num_micro_batches > 1 and not others_wait:
+            left = sum(seq.num_tokens - seq.num_scheduled for seq in queue)
+            self._budget = min(self._budget, prompt_share(left, self._limits.num_micro_batches))
         head = queue[0] if queue and self._is_long(queue[0]) else None
         if head is not None and len(queue) > 1:
             room = self._budget // 2

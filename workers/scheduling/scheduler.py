@@ -175,7 +175,7 @@ class Scheduler:
             batch.join_arrived()
             if batch.resume(now):
                 self._admission.admit(batch, now)
-            batch.prefill()
+            batch.prefill(others_wait=self._waits)
             plan = batch.finish()
             if plan is not None or not self._running.break_deadlock():
                 return plan
@@ -207,7 +207,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything runs or waits to run here (expected requests that have not arrived do not)."""
-        return self._running.has_work or any(state.kind is not Kind.EXPECTED for state in self._backlog)
+        return self._running.has_work or self._waits
+
+    @property
+    def _waits(self) -> bool:
+        return any(state.kind is not Kind.EXPECTED for state in self._backlog)
 
     def load(self) -> Load:
         return load_of(self._requests.values())

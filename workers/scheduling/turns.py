@@ -10,12 +10,20 @@ from operator import attrgetter
 
 from workers.scheduling.sequence import Sequence
 
+SMALLEST_SHARE = 1024  # tokens of prompts: below, a stage's pass over its weights costs more than what is gained
+
 _planned = attrgetter("planned")
 
 
 def num_groups(num_micro_batches: int, num_sequences: int) -> int:
     """Over how many plans the rows of so many sequences are dealt out."""
     return max(1, min(num_micro_batches, num_sequences))
+
+
+def prompt_share(num_tokens: int, num_micro_batches: int) -> int:
+    """Of so many tokens of prompts that are left, how many the next plan computes: stages begin on them as the first has
+    done its share, and the last of them holds the others up no longer than by a small one."""
+    return max(SMALLEST_SHARE, -(-num_tokens // num_micro_batches))
 
 
 def whose_turn(decoding: SequenceOf[Sequence], number: int, oldest: int, groups: int) -> list[Sequence]:

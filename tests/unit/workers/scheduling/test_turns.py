@@ -66,6 +66,20 @@ def test_a_plan_computes_its_share_of_the_budget() -> None:
     worker.run()
 
 
+def test_the_last_prompts_are_shared_out_over_plans() -> None:
+    """The last stage begins when the first has done a share, and not the whole; what others follow is not cut."""
+    sizes = {"max_step_tokens": 8192, "num_blocks": 300, "block_size": 32}
+    worker = CheckedWorker(NO_EOS, num_micro_batches=2, **sizes)
+    worker.scheduler.submit(request("alone", 3000, max_tokens=1), 0.0)
+    worker.run()
+    assert [plan.num_tokens for plan in worker.plans] == [1500, 1024, 476]
+    worker = CheckedWorker(NO_EOS, num_micro_batches=2, max_num_seqs=1, **sizes)
+    for number in (1, 2):
+        worker.scheduler.submit(request(f"r{number}", 2000, max_tokens=1, first=number), 0.0)
+    worker.run()
+    assert [plan.num_tokens for plan in worker.plans] == [2000, 1024, 976]
+
+
 def test_a_row_beside_a_long_prompt_is_in_every_other_chunk_alone() -> None:
     """In every one it would hold each chunk up until the one before has left the last stage."""
     worker = decoding(1, 2, max_step_tokens=16)
