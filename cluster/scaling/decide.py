@@ -51,6 +51,10 @@ def decide(inputs: Inputs) -> Decision:
     pools = {name: plan.sizes[name] for name in current}
     kind = _kind(plan, current)
     notes = [*_evictions(inputs), *plan.notes]
+    if inputs.traffic.unheard:
+        notes.append(
+            f"routers that are silent with requests in flight: {inputs.traffic.unheard}; nothing is taken away"
+        )
     if found.unreachable:
         notes.insert(0, f"no size meets the targets: {found.unreachable}")
     return Decision(
@@ -89,7 +93,7 @@ def _plan(
     if not flips_alone:
         _within_budget(plan, found)
     grow(plan, found, lambda role: lately(role) - standby.get(role, 0))
-    if not (plan.steps or flips_alone) and inputs.trusted:
+    if not (plan.steps or flips_alone) and inputs.trusted and not inputs.traffic.unheard:
         if found.workers:
             shrink(plan, _most(inputs, past, hold), _most(inputs, past, hold, with_margin=True))
         else:

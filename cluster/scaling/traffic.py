@@ -15,6 +15,7 @@ GUESSED_OUTPUT_TOKENS = 256.0  # before the first answer
 MIN_STEP_SECONDS = 0.05
 LATE_SECONDS = 2.0  # by which two of a router's reports may be further apart than two looks
 MOST_ROUTERS = 256  # that are remembered
+UNHEARD_SECONDS = 3600.0  # after which a router that serves on, cut off from Redis, would have been missed by somebody
 MIN_LOOKS, MIN_ARRIVALS = 3, 20  # of a window before any stands out; of each of them
 CHANCE = 3.0  # deviations of Poisson's
 SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
@@ -50,6 +51,7 @@ class Meter:
         self._squares = 0.0
         self._means = 0.0
         self._busy_at: float | None = None
+        self._unheard_since: dict[str, float] = {}
 
     def look(self, reports: Mapping[str, RouterReport], now: float) -> float:
         """Takes the reports as they are now; returns how many requests arrived since the last look."""
@@ -84,6 +86,7 @@ class Meter:
             self._last[name] = report
         while len(self._last) > max(MOST_ROUTERS, len(reports)):
             del self._last[next(iter(self._last))]
+        self._miss(reports, now)
         self._present = reports
         self._looked_at = now
         if seconds < MIN_STEP_SECONDS:
@@ -104,6 +107,15 @@ class Meter:
         while self._steps and self._steps[0].ended_at <= now - self._window_seconds:
             self._steps.popleft()
         return new["arrivals"]
+
+    def _miss(self, reports: Mapping[str, RouterReport], now: float) -> None:
+        """Who ends in order has answered everybody before; who had requests in flight died, or cannot reach Redis."""
+        gone = [name for name, last in self._present.items() if name not in reports and (last.in_flight or last.queued)]
+        self._unheard_since = {
+            name: since
+            for name, since in {**dict.fromkeys(gone, now), **self._unheard_since}.items()
+            if name not in reports and 0 <= now - since < UNHEARD_SECONDS
+        }
 
     def _learn(self, new: Mapping[str, float], counts: Mapping[str, int], seconds: float, *, whole: bool) -> None:
         keep = 0.5 ** (seconds / (LENGTH_WINDOWS * self._window_seconds))
@@ -142,6 +154,7 @@ class Meter:
             missed_ttft=sum(step.missed_ttft for step in steps) / judged if judged else 0.0,
             missed_tpot=sum(step.missed_tpot for step in steps) / judged if judged else 0.0,
             unburst_per_second=self._unburst_per_second(),
+            unheard=len(self._unheard_since),
         )
 
     def _unburst_per_second(self) -> float | None:

@@ -113,7 +113,7 @@ class Traffic:
     """What routers say. Rates and shares over the last window, lengths over some, burstiness over an hour. `routers` 0:
     nobody says anything, which is not the same as nothing coming. `idle_seconds`: since the last arrival, or anything that
     was still in flight. `unburst_per_second`: without what single looks of the window had beyond the others; None: so few
-    came that no look stands out."""
+    came that no look stands out. `unheard`: routers that had requests in flight when they were last heard, lately."""
 
     routers: int = 0
     per_second: float = 0.0
@@ -131,6 +131,7 @@ class Traffic:
     missed_ttft: float = 0.0
     missed_tpot: float = 0.0
     unburst_per_second: float | None = None
+    unheard: int = 0
 
     @property
     def level(self) -> float:

@@ -106,6 +106,17 @@ def test_gpus_of_a_pool_that_is_none_any_more_count_as_long_as_its_workers_hold_
     assert sum(size.replicas for size in decide(replace(inputs, other_gpus=0)).pools.values()) == 8
 
 
+def test_while_a_router_is_cut_off_from_redis_no_worker_goes_for_what_it_does_not_say() -> None:
+    """Half of the load was not heard of for longer than sizes are held, and half of the workers went."""
+    world = World(rules(), {"decode": Size(8), "prefill": Size(8)})
+    world.settle(traffic(100.0), hours=2.0)
+    before = dict(world.sizes)
+    decision = world.settle(traffic(50.0, unheard=1), hours=0.9)
+    assert decision.pools == before
+    assert decision.notes == ("routers that are silent with requests in flight: 1; nothing is taken away",)
+    assert world.settle(traffic(50.0), hours=2.0).pools != before
+
+
 def test_nodes_that_are_taken_away_are_on_record() -> None:
     world = World(rules(), {"decode": Size(3), "prefill": Size(2)})
     world.seen["decode"] = {"ready": 2, "leaving": 1, "evicted": 1}

@@ -91,6 +91,22 @@ def test_a_burst_of_seconds_is_no_load_to_start_workers_for_and_a_rise_is() -> N
     assert few.traffic(190.0).level == pytest.approx(0.5), "where hardly any come none of them is chance"
 
 
+def test_a_router_that_is_silent_with_requests_in_flight_is_missed_for_an_hour_and_one_that_ended_is_not() -> None:
+    meter = Meter(60.0)
+    look(meter, 0.0, report(0), report(0, "cut off"), report(0, "drained"))
+    look(meter, 10.0, report(10), report(10, "cut off", in_flight=3), report(10, "drained"))
+    for at in range(20, 3610, 10):
+        look(meter, at, report(at))
+    assert meter.traffic(3600.0).unheard == 1
+    back = Meter(60.0)
+    look(back, 0.0, report(0, "cut off", in_flight=3))
+    look(back, 10.0)
+    look(back, 20.0, report(5, "cut off"))
+    assert back.traffic(20.0).unheard == 0
+    look(meter, 3620.0, report(3620))
+    assert meter.traffic(3620.0).unheard == 0
+
+
 def test_who_is_beyond_a_quota_buys_no_workers() -> None:
     """A tenant that asks ten times what its quota allows was scaled for, though none of it is ever let in."""
     meter = Meter(60.0)
