@@ -16,7 +16,7 @@ Every way out ends in the ledger's release, once. What is in flight is freed onl
 
 The parts: `sequence` (one request, one sample), `admission` and `backlog` (who comes in, who waits, who starts),
 `incoming` (hand-offs to here), `adopting` (blocks offered with a ticket), `running` (rows and blocks of what runs),
-`batch` (plans and their results; `turns`: whose rows, in a pipeline), `outcomes` (what comes out), `blocks` (the ledger).
+`batch` (plans; `turns`: whose rows, in a pipeline) and `results`, `outcomes` (what comes out), `blocks` (the ledger).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +31,7 @@ from workers.scheduling.blocks import BlockLedger
 from workers.scheduling.incoming import Incoming
 from workers.scheduling.outcomes import ChunkDone, Expected, FirstToken, SchedulerLimits, StepEvents
 from workers.scheduling.plan import StepPlan, StepResult
+from workers.scheduling.results import Results
 from workers.scheduling.running import Running, held
 from workers.scheduling.sequence import Kind, RequestState, Stage, load_of
 
@@ -58,6 +59,7 @@ class Scheduler:
         self.ledger = ledger
         self._running = Running(limits, ledger)
         self._batch = Batch(limits, self._running)
+        self._results = Results(limits, self._running)
         self._admission = Admission(limits, self._running, make_hasher, frozenset(eos_token_ids), vocab_size)
         self._backlog = self._admission.backlog
         self._requests: dict[RequestKey, RequestState] = {}
@@ -188,14 +190,13 @@ class Scheduler:
     def apply(self, result: StepResult, now: float) -> StepEvents:
         """Takes the result of the oldest plan in flight."""
         events = StepEvents()
-        batch = self._batch
-        batch.apply(result, now, events)
+        self._results.apply(result, now, events)
         for chunk in events.chunks:
             if chunk.last:
                 self._watch(held(self._requests[chunk.key].trunk).deadline)
-        for state in batch.over:
+        for state in self._results.over:
             del self._requests[state.key]
-        batch.over.clear()
+        self._results.over.clear()
         return events
 
     def preempt_at(self, position: int) -> bool:
