@@ -70,7 +70,10 @@ class Autoscaler:
         inputs = await self._inputs(history, desired, seen, now)
         budget = self._rules.budget_gpus
         if reserved_gpus and budget is not None:
-            inputs = replace(inputs, rules=replace(self._rules, budget_gpus=max(budget - reserved_gpus, 0)))
+            # What the canary's workers hold by now is among both.
+            others = max(inputs.other_gpus - reserved_gpus, 0)
+            rules = replace(self._rules, budget_gpus=max(budget - reserved_gpus, 0))
+            inputs = replace(inputs, rules=rules, other_gpus=others)
         decision = decide(inputs)
         before = self._number, self._open, self._said
         carried_out = changes(decision, inputs) and self._rules.mode != "dry-run"
