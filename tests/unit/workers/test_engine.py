@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -61,11 +62,12 @@ class Ear:
             await self.heard.wait()
 
 
-def an_engine(executor: MemoryExecutor, clock: ManualClock, *, overlap: bool = True) -> Engine:
+def an_engine(executor: MemoryExecutor, clock: ManualClock, *, overlap: bool = True, stages: int = 1) -> Engine:
     def hasher(adapter: str, salt: str) -> BlockHasher:
         return BlockHasher(revision="r", kv_format="f", block_size=BLOCK_SIZE)
 
-    scheduler = Scheduler(LIMITS, BlockLedger(executor.num_blocks, BLOCK_SIZE), hasher)
+    limits = replace(LIMITS, num_micro_batches=stages)
+    scheduler = Scheduler(limits, BlockLedger(executor.num_blocks, BLOCK_SIZE), hasher)
     return Engine(scheduler, executor, clock, overlap=overlap)
 
 
@@ -95,8 +97,8 @@ async def test_every_request_is_answered(overlap: bool, clock: ManualClock) -> N
 
 async def test_the_overlapped_loop_answers_as_the_plain_one(clock: ManualClock) -> None:
     answers = []
-    for overlap in (True, False):
-        engine = an_engine(MemoryExecutor(num_blocks=24), clock, overlap=overlap)
+    for overlap, stages in ((True, 1), (True, 2), (False, 1)):
+        engine = an_engine(MemoryExecutor(num_blocks=24), clock, overlap=overlap, stages=stages)
         async with running(engine) as ear:
             for i in range(6):
                 request = a_request(f"q{i}", length=5 + 3 * i, seed=i % 3, max_tokens=12, temperature=float(i % 2))
@@ -104,7 +106,7 @@ async def test_the_overlapped_loop_answers_as_the_plain_one(clock: ManualClock) 
             engine.changed()
             await ear.until(6)
         answers.append(ear.tokens)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 async def test_a_pulse_follows_the_preemption_that_leaves_nothing_to_plan(clock: ManualClock) -> None:
@@ -136,7 +138,11 @@ async def test_a_pulse_follows_the_preemption_that_leaves_nothing_to_plan(clock:
         assert scheduler.incoming.allocate(promised, 1) is not None
 
 
-async def test_one_step_ahead_and_no_further(clock: ManualClock) -> None:
+@pytest.mark.parametrize(("stages", "num_rows", "most"), [(1, 4, 2), (2, 4, 3), (2, 1, 2), (3, 4, 4)])
+async def test_one_step_ahead_of_each_stage_and_no_further(
+    clock: ManualClock, stages: int, num_rows: int, most: int
+) -> None:
+    """What a sequence alone draws is what its next step waits for, however many stages there are."""
     executor = MemoryExecutor()
     executor.go_steps.clear()
     launched: list[int] = []
@@ -147,15 +153,23 @@ async def test_one_step_ahead_and_no_further(clock: ManualClock) -> None:
         return step(plan)
 
     executor.step = counted  # type: ignore[method-assign, assignment]
-    engine = an_engine(executor, clock)
+    engine = an_engine(executor, clock, stages=stages)
     async with running(engine) as ear:
-        engine.scheduler.submit(a_request(max_tokens=20), clock.now())
-        engine.changed()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(launched) == 2
         executor.go_steps.set()
-        await ear.until(1)
+        for row in range(num_rows):
+            engine.scheduler.submit(a_request(f"r{row}", length=3 + row, max_tokens=100), clock.now())
+        engine.changed()
+        while len(ear.tokens) < num_rows:
+            await engine.next_change()
+        executor.go_steps.clear()
+        before = -1
+        while before != len(launched):
+            before = len(launched)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert len(launched) - engine.num_steps == most
+        executor.go_steps.set()
+        await ear.until(num_rows)
 
 
 async def test_an_idle_engine_plans_nothing_until_something_changes(clock: ManualClock) -> None:
