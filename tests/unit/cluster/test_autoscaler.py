@@ -215,6 +215,7 @@ async def test_a_canarys_gpus_are_of_the_budget_and_its_requests_are_sized_for(s
         await stage.turn(autoscaler, 100.0)
     whole = sum(stage.sizes().values())
     stage.desired = Desired({name: DesiredPool(Role(name), 1) for name in stage.workers})
+    await ControlState(stage.store, stage.config.name).write_desired(stage.desired)
     scaling = stage.autoscaler(budget_gpus=8)
     its = ObservedWorker("next", 0, 1, Role.DECODE, ParallelLayout(), Phase.READY, 0.0)
     canary = [Seen(replace(its, index=index)) for index in range(3)]
