@@ -7,7 +7,7 @@
     decode context   KV of a rank ÷ the attention kernel's rate
     transfer         KV over as many links as the narrower of the two pools has ranks in a row
 
-Pipeline stages add memory, not speed: one batch is in one stage at a time (docs/performance.md).
+Pipeline stages add memory, and no speed: what micro-batches add was not measured on GPUs (docs/performance.md).
 """
 
 from dataclasses import dataclass

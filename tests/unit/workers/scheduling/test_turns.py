@@ -5,6 +5,7 @@ import pytest
 from tests.plan_checker import CheckedWorker
 from tests.unit.workers.scheduling.prompts import NO_EOS, request
 from workers.scheduling.plan import StepPlan
+from workers.scheduling.work import StepFit, StepKind, StepWork
 
 
 def decoding(num_rows: int, stages: int, **limits: int) -> CheckedWorker:
@@ -106,3 +107,12 @@ def test_whoever_waits_longest_is_next_when_nothing_is_in_flight() -> None:
         seen.append(rows(plan))
         worker.land()
     assert seen[0] | seen[1] == seen[2] | seen[3] == set(range(6))
+
+
+def test_a_step_of_some_rows_teaches_what_a_token_of_all_takes() -> None:
+    """A sequence waits for all turns: who predicts by what runs here must find the time of both."""
+    fit = StepFit()
+    for num_rows in [8, 16, 32, 48] * 20:
+        seconds = 4e-3 + 2e-5 * num_rows
+        fit.add(StepWork(StepKind.DECODE, num_rows, 0, 0, 0.0, 500 * num_rows, 2), seconds)
+    assert fit.model.decode_step_seconds(64, 32_000) == pytest.approx(2 * (4e-3 + 2e-5 * 32), rel=0.02)
