@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from cluster.commands.kernels import _launched
+from cluster.commands.kernels import launched
 from kernels.ahead import Launched, without_device
 from kernels.silu_mul import silu_mul
 from kernels.tuning import RowTile
@@ -37,7 +37,7 @@ def files(folder: pathlib.Path) -> list[str]:
 
 def main(folder: pathlib.Path) -> None:
     model = str(make_checkpoint(folder / "tiny", "llama", max_position_embeddings=2048))
-    listed = _launched(models=(model,), card="h200", tps=(1, 2), deterministic=True, compile_them=False, **ENGINE)
+    listed = launched(models=(model,), card="h200", tps=(1, 2), deterministic=True, compile_them=False, **ENGINE)
     filled, shipped = folder / "filled", folder / "elsewhere"
     knobs.cache.dir = str(filled)
     twice = [compiled(64), compiled(64)]

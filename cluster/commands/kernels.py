@@ -47,7 +47,7 @@ def _of_what(function: F) -> F:
 @_of_what
 def list_them(**options: Any) -> None:
     """What workers of MODELS launch: checkpoint folders, of which config.json is enough, or shapes that are known."""
-    _show(list(_launched(compile_them=False, **_without_json(options))), as_json=options["as_json"])
+    _show(list(launched(compile_them=False, **_without_json(options))), as_json=options["as_json"])
 
 
 @command.command(name="compile")
@@ -67,14 +67,14 @@ def compile_them(out: pathlib.Path, **options: Any) -> None:
         knobs.cache.dir = str(out.resolve())
         knobs.cache.manager_class = None
         knobs.compilation.store_binary_only = True
-        _show(list(_launched(compile_them=True, **_without_json(options))), as_json=options["as_json"])
+        _show(list(launched(compile_them=True, **_without_json(options))), as_json=options["as_json"])
 
 
 def _without_json(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "as_json"}
 
 
-def _launched(
+def launched(
     *,
     models: tuple[str, ...],
     card: str,
@@ -112,14 +112,14 @@ def _folder(model: str) -> str:
     return str(known) if known.is_dir() else model
 
 
-def _show(launched: "list[Launched]", *, as_json: bool) -> None:
+def _show(found: "list[Launched]", *, as_json: bool) -> None:
     if as_json:
-        for one in launched:
+        for one in found:
             click.echo(json.dumps({"kernel": one.kernel, "arguments": one.arguments, "cached": one.cached}))
         return
     table = Table("kernel", "variants", "compiled", "there", box=None)
-    for name in sorted({one.kernel for one in launched}):
-        its = [one for one in launched if one.kernel == name]
+    for name in sorted({one.kernel for one in found}):
+        its = [one for one in found if one.kernel == name]
         distinct = len({one.arguments for one in its})
         fresh, there = (sum(one.cached is cached for one in its) for cached in (False, True))
         table.add_row(name, str(distinct), str(fresh), str(there))
