@@ -23,15 +23,17 @@ from headrace.config import ClusterConfig
 from headrace.store import Store
 from headrace.values import WorkerInfo
 
+FAILURES = 3  # in a row: whoever starts again after so many is not to be counted on
 DRY_RUN = "not carried out: autoscaling.mode is dry-run"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker of the controller's table, and what it last said of itself."""
+    """A worker of the controller's table, what it last said of itself, and how often in a row its slot failed before."""
 
     worker: ObservedWorker
     report: WorkerReport | None = None
+    failures: int = 0
 
 
 class Autoscaler:
@@ -199,6 +201,7 @@ def member(seen: Seen, leased: Leased | None, now: float) -> Member:
         counts.total if counts is not None else 0,
         report.load.waiting_prefill_tokens if report is not None else 0,
         worker.leaves_at is not None,
+        worker.phase is Phase.STARTING and seen.failures >= FAILURES,
     )
 
 

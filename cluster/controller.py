@@ -159,7 +159,10 @@ class Controller:
         """As the autoscaler wants it, where there is one. One that fails costs its own decision, and nothing else."""
         if self._autoscaler is None:
             return desired
-        seen = [Seen(its.seen, its.report) for its in self._workers.values()]
+        seen = [
+            Seen(its.seen, its.report, self._history.get(slot, History()).failures)
+            for slot, its in self._workers.items()
+        ]
         try:
             return await self._autoscaler.turn(desired, seen, reserved_gpus)
         except StoreUnavailable:

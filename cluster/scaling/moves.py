@@ -34,12 +34,13 @@ class Plan:
     given_up: set[str] = field(default_factory=set)
 
     def supply(self, role: Role) -> float:
-        """Workers of the role, in those of its reference pool."""
+        """Workers of the role, in those of its reference pool; without those that start again and again."""
         total = 0.0
         for name, size in self.sizes.items():
             own = self.bounds[name].role
             if own is role:
-                total += (size.replicas - size.lent) * weight(self.inputs, name, role)
+                there = size.replicas - size.lent
+                total += (there - min(self.inputs.pools[name].failing, there)) * weight(self.inputs, name, role)
             elif own.other is role and size.lent:
                 total += size.lent * weight(self.inputs, name, role)
         return total
@@ -145,7 +146,7 @@ def _add(plan: Plan, role: Role, found: Needs) -> bool:
 def _room(plan: Plan, name: str) -> int:
     """How many workers the pool may have more."""
     rules, size, seen = plan.bounds[name], plan.sizes[name], plan.inputs.pools[name]
-    if name in plan.given_up or is_blocked(plan.inputs, name):
+    if name in plan.given_up or is_blocked(plan.inputs, name) or seen.failing:
         return 0
     room = rules.most - size.replicas
     budget = plan.inputs.rules.budget_gpus
@@ -168,6 +169,8 @@ def _note_short(plan: Plan, role: Role, found: Needs) -> None:
         elif is_blocked(plan.inputs, name):
             seconds = plan.inputs.memory.blocked[name].until - plan.inputs.now
             why.append(f"{name} found no room in the cluster and is tried again in {seconds:.0f} s")
+        elif failing := plan.inputs.pools[name].failing:
+            why.append(f"{failing} of {name} fail to start, and no more are tried")
         elif plan.sizes[name].replicas >= plan.bounds[name].most:
             why.append(f"{name} may have at most {plan.bounds[name].most}")
         else:

@@ -22,7 +22,7 @@ LINES = (
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker, by its controller's table, its lease and its own words. `speed` None: it holds no lease. `evicted`: its
-    node is about to go."""
+    node is about to go; `failing`: it starts, after it failed to several times."""
 
     pool: str
     role: Role
@@ -34,6 +34,7 @@ class Member:
     num_blocks: int = 0
     waiting_tokens: int = 0
     evicted: bool = False
+    failing: bool = False
 
 
 def observe(
@@ -80,6 +81,7 @@ def _seen(rules: PoolRules, desired: DesiredPool | None, members: Sequence[Membe
         kv_used=sum(member.used_blocks / member.num_blocks for member in decoding) / len(decoding) if decoding else 0.0,
         waiting_tokens=sum(member.waiting_tokens for member in ready),
         evicted=sum(member.evicted for member in members),
+        failing=sum(member.failing and not member.pending for member in starting),
     )
 
 

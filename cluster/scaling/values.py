@@ -79,10 +79,10 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class PoolSeen:
     """A pool as it is. `staying` workers start or serve, `leaving` ones drain and hold their GPUs meanwhile; of those that
-    stay `pending` have no room yet, the longest for `pending_seconds`, and `warming` became ready only lately; of those
-    that leave `evicted` do because their nodes go. `worker` is one of them by its own measured cost, warm-up left out. Of
-    what nobody of any pool has done yet, prefill or decode, its cost is a guess (`prefill_known`, `decode_known`), and says
-    nothing of how many are needed."""
+    stay `pending` have no room yet, the longest for `pending_seconds`, `failing` start again after they failed to several
+    times, and `warming` became ready only lately; of those that leave `evicted` do because their nodes go. `worker` is one
+    of them by its own measured cost, warm-up left out. Of what nobody of any pool has done yet, prefill or decode, its cost
+    is a guess (`prefill_known`, `decode_known`), and says nothing of how many are needed."""
 
     desired: Size
     worker: Worker
@@ -98,6 +98,7 @@ class PoolSeen:
     prefill_known: bool = True
     decode_known: bool = True
     evicted: int = 0
+    failing: int = 0
 
     @property
     def staying(self) -> int:

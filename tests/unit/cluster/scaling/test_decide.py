@@ -117,6 +117,23 @@ def test_while_a_router_is_cut_off_from_redis_no_worker_goes_for_what_it_does_no
     assert world.settle(traffic(50.0), hours=2.0).pools != before
 
 
+def test_a_worker_that_fails_to_start_serves_nobody_so_that_one_flips_in_its_place() -> None:
+    """It counted as one of those that are needed, for as long as it failed."""
+    world = World(rules(), {"decode": Size(6), "prefill": Size(4)})
+    world.settle(traffic(75.0), hours=0.2)
+    needed = int(world.history[-1].needs.workers["prefill"])
+    world.sizes = {"decode": Size(6), "prefill": Size(needed)}
+    assert world.turn(traffic(75.0)).kind == "hold"
+    world.seen["prefill"] = {"ready": needed - 1, "starting": 1, "failing": 1}
+    decision = world.turn(traffic(75.0))
+    assert (decision.kind, decision.pools["decode"].lent) == ("flip", 1)
+    none_to_flip = World(rules(), {"decode": Size(1), "prefill": Size(needed)}, memory=world.memory)
+    none_to_flip.seen["prefill"] = world.seen["prefill"]
+    decision = none_to_flip.turn(traffic(75.0))
+    assert decision.pools["prefill"] == Size(needed), "more of what fails is no help"
+    assert any("1 of prefill fail to start" in note for note in decision.notes)
+
+
 def test_nodes_that_are_taken_away_are_on_record() -> None:
     world = World(rules(), {"decode": Size(3), "prefill": Size(2)})
     world.seen["decode"] = {"ready": 2, "leaving": 1, "evicted": 1}

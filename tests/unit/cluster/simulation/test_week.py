@@ -1,10 +1,11 @@
 """The fluid before the autoscaler: load that doubles is followed, and a clairvoyant is never dearer for it."""
 
 import numpy as np
+import pytest
 
 from cluster.scaling.values import Size
 from cluster.simulation.decision_time import turns
-from cluster.simulation.fluid import World
+from cluster.simulation.fluid import Fluid, World
 from cluster.simulation.week import Traffic, clairvoyant, follow
 
 
@@ -19,6 +20,32 @@ def test_a_load_that_rises_and_falls_is_followed_within_the_targets() -> None:
     least, kept = clairvoyant(world, traffic, 0.99)
     assert kept >= 0.99
     assert least < outcome.gpu_hours
+
+
+def test_decode_workers_of_the_fluid_hold_the_rows_that_littles_law_says() -> None:
+    """A step is a second, and so, nearly, is a whole answer: counted after those that left they were a third."""
+    fluid, world = Fluid(World.of()), World.of()
+    for _ in range(100):
+        fluid.step(135, 7, 5)
+    cost, rows = world.worker.cost, fluid.sequences / 5
+    tokens = sum(length.output_tokens - 1 for length in world.lengths) / len(world.lengths)
+    context = sum((x.input_tokens + x.output_tokens / 2) * (x.output_tokens - 1) for x in world.lengths)
+    context /= sum(x.output_tokens - 1 for x in world.lengths)
+    step_seconds = cost.decode_step_seconds(1000, round(1000 * context)) - cost.decode_step_seconds(0, 0)
+    step_seconds = cost.decode_base_seconds + rows * step_seconds / 1000
+    assert fluid.sequences == pytest.approx(135 * tokens * step_seconds, rel=0.02)
+
+
+def test_who_serves_from_a_second_on_is_known_where_nobody_else_does_before_its_end() -> None:
+    rates = np.full(1200, 40.0)
+    world = World.of()
+    outcome = follow(
+        world, Traffic(rates, rates.astype(int)), world.rules(most=8), {"prefill": Size(2), "decode": Size(3)}
+    )
+    assert outcome.sizes_within(0, 30) == (2, 3)
+    assert sum(outcome.surplus.values()) == pytest.approx(outcome.gpu_hours, rel=1e-6)
+    changed = [since for since, *_ in outcome.sizes[1:]]
+    assert all(outcome.sizes_within(since - 1, since + 1) is None for since in changed)
 
 
 def test_a_thousand_workers_are_decided_on() -> None:
