@@ -32,9 +32,15 @@ def _of_what(function: F) -> F:
         click.option("--card", default="h200", show_default=True, help="By whose tiles (kernels/tuned)."),
         click.option("--tp", "tps", type=click.IntRange(1), multiple=True, default=(1,), show_default=True),
         click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
-        click.option("--block-size", type=int, default=32, show_default=True),
-        click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Of workers that have the most."),
-        click.option("--max-step-tokens", type=int, default=8192, show_default=True),
+        click.option("--block-size", type=click.IntRange(1, 1024), default=32, show_default=True),
+        click.option(
+            "--max-num-seqs",
+            type=click.IntRange(1, 4096),
+            default=256,
+            show_default=True,
+            help="Of workers that have the most.",
+        ),
+        click.option("--max-step-tokens", type=click.IntRange(1, 2**20), default=8192, show_default=True),
         click.option("--deterministic", is_flag=True, help="Those of `engine.deterministic` too."),
         click.option("--json", "as_json", is_flag=True, help="A line for each."),
     )
