@@ -127,7 +127,7 @@ class Worker:
             on_failure=self._meters.handoff_failed,
             on_first_token=self._parts.first_token,
         )
-        self._source = Source(self._engine, reads, self._parts.prefilled)
+        self._source = Source(self._engine, reads, self._parts.prefilled, digests=handoff.digests)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()

@@ -109,6 +109,11 @@ class HandoffConfig(_Section):
         default=False,
         description="read over NIXL (the extra rdma) where both workers are asked to and no GPU memory can be mapped",
     )
+    digests: bool = Field(
+        default=False,
+        description="to find faults: a digest of every block handed over is announced with it, and a read that gives "
+        "another fails; slow, since blocks are digested on the host",
+    )
 
 
 class LimitsConfig(_Section):

@@ -27,7 +27,7 @@ SERVES_AGAIN_SECONDS = 2.0  # what was promised
 
 OPTIONS = (
     *("--block-size", "8", "--max-step-tokens", "16", "--num-blocks", "64", "--fault-hooks"),
-    *("--transfer-seconds", "2", "--pin-seconds", "2"),
+    *("--transfer-seconds", "2", "--pin-seconds", "2", "--digests"),
 )
 
 

@@ -98,6 +98,7 @@ def chunk_to_pb(chunk: ChunkDone) -> transfer_pb2.Announce:
         queue_seconds=chunk.queue_seconds,
         prefill_seconds=chunk.prefill_seconds,
         after_step=chunk.after_step,
+        digests=chunk.digests,
     )
 
 
@@ -120,6 +121,7 @@ def chunk_from_pb(pb: transfer_pb2.Announce) -> ChunkDone:
         queue_seconds=pb.queue_seconds,
         prefill_seconds=pb.prefill_seconds,
         after_step=pb.after_step,
+        digests=tuple(pb.digests),
     )
 
 

@@ -20,6 +20,7 @@ from headrace.errors import LinkClosed, TransferFailed
 from headrace.v1 import transfer_pb2
 from headrace.values import PrefillTarget, Request, RequestKey, SequenceOutput, Ticket
 from workers.engine import Engine
+from workers.handoff.digests import check
 from workers.handoff.peers import Conversation, PeerLink, Peers
 from workers.handoff.reads import Reads
 from workers.kv.links.base import PeerRanks
@@ -34,13 +35,15 @@ class NoRoom(TransferFailed):
 class ToRead:
     """What a round of announcements asks for: (block, epoch) in the source's pool, from `first_block` of the table on.
 
-    `last` is the last announcement, if it is among them. `after_step`: what the read waits for, see ChunkDone.
+    `last` is the last announcement, if it is among them. `after_step`: what the read waits for, see ChunkDone. `digests`:
+    of each block, where the source says them.
     """
 
     first_block: int
     blocks: tuple[tuple[int, int], ...]
     last: ChunkDone | None = None
     after_step: int = 0
+    digests: tuple[bytes, ...] = ()
 
 
 class Announced:
@@ -62,7 +65,8 @@ class Announced:
         last = chunks[-1] if chunks[-1].last else None
         if self._next_block > self._num_blocks or (last and self._next_block < self._num_blocks):
             raise TransferFailed(f"{self._next_block} blocks were announced of {self._num_blocks}")
-        return ToRead(first, tuple(blocks), last, max(chunk.after_step for chunk in chunks))
+        digests = tuple(digest for chunk in chunks for digest in chunk.digests)
+        return ToRead(first, tuple(blocks), last, max(chunk.after_step for chunk in chunks), digests)
 
 
 class Puller:
@@ -109,7 +113,7 @@ class Puller:
                 if todo.last is not None and (outputs := self._finish_early(key, target, todo.last)) is not None:
                     return outputs
                 if todo.blocks:
-                    landed_at = await self._read(link, ranks, key, todo)
+                    landed_at = await self._read(link, ranks, request, todo)
                 if todo.last is not None:
                     return self._arrive(key, target, todo.last, landed_at)
 
@@ -156,8 +160,9 @@ class Puller:
                 seconds=self._transfer_seconds,
             ) from None
 
-    async def _read(self, link: PeerLink, ranks: PeerRanks, key: RequestKey, todo: ToRead) -> float:
+    async def _read(self, link: PeerLink, ranks: PeerRanks, request: Request, todo: ToRead) -> float:
         """When all of it was in."""
+        key = request.key
         targets = await self._allocate(key, len(todo.blocks))
         async with link.reading:
             await self._reads.meet_faults(todo.first_block, len(todo.blocks))
@@ -169,6 +174,8 @@ class Puller:
                     raise
                 receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
         landed_at = self._engine.clock.now()
+        if todo.digests:
+            await check(self._engine, [block for block, _ in targets], todo.first_block, todo.digests, request)
         self._engine.scheduler.incoming.landed(key, len(targets))
         self._engine.scheduler.incoming.note_transfer(
             key, link.target.worker_id, blocks=receipt.num_blocks, num_bytes=receipt.num_bytes

@@ -17,6 +17,7 @@ from headrace.errors import DeadlineExceeded, Draining, HeadraceError, TransferF
 from headrace.v1 import transfer_pb2
 from headrace.values import Request, RequestKey, Ticket
 from workers.engine import Engine
+from workers.handoff.digests import digested
 from workers.handoff.messages import announce, source_abort
 from workers.handoff.reads import Reads
 from workers.kv.links.base import PeerRanks
@@ -38,11 +39,13 @@ class PullerStream(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """`adopting`: the read of what it offers; until that is over the scheduler does not know it."""
+    """`adopting`: the read of what it offers; until that is over the scheduler does not know it. `telling`: the last chunk
+    that is being digested before it is announced."""
 
     ticket: Ticket
     stream: PullerStream
     adopting: asyncio.Task[None] | None = None
+    telling: asyncio.Task[None] | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -53,8 +56,15 @@ class Source:
     """Owns the tickets by request id, one attempt of each. Everything happens on the engine's event loop."""
 
     def __init__(
-        self, engine: Engine, reads: Reads, on_prefilled: Callable[[Request, ChunkDone], None] | None = None
+        self,
+        engine: Engine,
+        reads: Reads,
+        on_prefilled: Callable[[Request, ChunkDone], None] | None = None,
+        *,
+        digests: bool = False,
     ) -> None:
+        """`digests`: blocks are announced with one each."""
+        self._digests = digests
         self._engine = engine
         self._reads = reads
         self._on_prefilled = on_prefilled
@@ -145,11 +155,29 @@ class Source:
 
     def chunk(self, chunk: ChunkDone) -> None:
         """A chunk is computed, or its step is launched: announces it. Of a ticket that ended meanwhile nothing is said."""
-        if (ticket := self._find(chunk.key)) is not None:
-            self.num_handoffs += chunk.last
-            ticket.stream.send(announce(chunk))
-            if chunk.last and self._on_prefilled is not None:
-                self._on_prefilled(ticket.ticket.request, chunk)
+        if (ticket := self._find(chunk.key)) is None:
+            return
+        if self._digests:
+            ticket.telling = asyncio.create_task(self._tell_digested(ticket, chunk, ticket.telling))
+        else:
+            self._tell(ticket, chunk)
+
+    def _tell(self, ticket: _Live, chunk: ChunkDone) -> None:
+        self.num_handoffs += chunk.last
+        ticket.stream.send(announce(chunk))
+        if chunk.last and self._on_prefilled is not None:
+            self._on_prefilled(ticket.ticket.request, chunk)
+
+    async def _tell_digested(self, ticket: _Live, chunk: ChunkDone, before: "asyncio.Task[None] | None") -> None:
+        """Behind the chunk before it. Of a ticket that ended meanwhile nothing is said."""
+        try:
+            chunk = await digested(self._engine, chunk, ticket.ticket.request)
+        except HeadraceError as error:
+            self._lost(chunk.key, error)
+        if before is not None:
+            await before
+        if self._find(chunk.key) is ticket:
+            self._tell(ticket, chunk)
 
     def deadline(self, key: RequestKey) -> bool:
         """The scheduler ended the request, whose time was up. False: it was no ticket."""

@@ -64,6 +64,7 @@ class ChunkDone:
     With `after_step` they do once the plan of that number is done; who reads them waits for it, at the source's ranks.
 
     A partly filled block is announced once, with the last chunk. The first `held_blocks` of the ticket are skipped.
+    `digests`: of each block what Executor.digests says, where these are asked for; the scheduler knows none.
     """
 
     key: RequestKey
@@ -75,6 +76,7 @@ class ChunkDone:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     after_step: int = 0
+    digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

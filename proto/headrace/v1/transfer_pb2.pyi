@@ -120,7 +120,7 @@ class FirstToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_worker_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Announce(_message.Message):
-    __slots__ = ("key", "first_block", "blocks", "epochs", "last", "first_tokens", "cached_tokens", "queue_seconds", "prefill_seconds", "after_step")
+    __slots__ = ("key", "first_block", "blocks", "epochs", "last", "first_tokens", "cached_tokens", "queue_seconds", "prefill_seconds", "after_step", "digests")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class Announce(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     first_block: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -141,7 +142,8 @@ class Announce(_message.Message):
     queue_seconds: float
     prefill_seconds: float
     after_step: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., after_step: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., after_step: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SourceMessage(_message.Message):
     __slots__ = ("hello", "announce", "abort", "beat")

@@ -166,10 +166,11 @@ class MemoryExecutor:
             self.profiling.set_result((RankProfile(0, (), b""),))
 
     def digests(self, blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
-        future: Future[tuple[bytes, ...]] = Future()
-        parts = (self.pool[block, :filled].tobytes() for block, filled in blocks)
-        future.set_result(tuple(blake2b(part, digest_size=8).digest() for part in parts))
-        return future
+        def digest() -> tuple[bytes, ...]:
+            parts = (self.pool[block, :filled].tobytes() for block, filled in blocks)
+            return tuple(blake2b(part, digest_size=8).digest() for part in parts)
+
+        return self._stepping.submit(digest)
 
     def die(self, reason: str) -> None:
         """A rank is lost."""

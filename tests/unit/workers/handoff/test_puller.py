@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +37,12 @@ from tests.unit.workers.rig import (
 )
 from workers.handoff import messages
 from workers.handoff.puller import Announced
+from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 from workers.scheduling.scheduler import ChunkDone, Expected
 from workers.streams import RouterStream
 
 Fault = control_pb2.Fault
+WITH_DIGESTS = HANDOFF.model_copy(update={"digests": True})
 
 
 # -- what is announced
@@ -342,6 +345,37 @@ async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str)
         assert got.timeline.prefill_worker == ("p1" if then == "another" else "")
         assert got.timeline.retry_seconds > 0, "what the attempt that failed took is neither queue nor prefill"
         await both_idle(prefill, decode, spare)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 30])
+async def test_with_digests_every_block_that_came_is_what_was_announced(length: int) -> None:
+    asked = a_request(length=length, max_tokens=7)
+    expected = await answer_alone(asked)
+    async with a_pair(handoff=WITH_DIGESTS) as (prefill, decode), decode.router() as router:
+        got = await router.submit(replace(asked, prefill=prefill.target)).end()
+        assert said(got)[0] == said(expected)[0]  # type: ignore[index]
+        assert not got.lost
+        await both_idle(prefill, decode)
+
+
+async def test_with_digests_a_block_that_came_as_something_else_is_named_and_placed_again() -> None:
+    asked = a_request(length=30, max_tokens=7)
+    expected = await answer_alone(asked)
+    async with a_pair(handoff=WITH_DIGESTS) as (prefill, decode), decode.router() as router:
+        executor, pull = decode.executor, decode.executor.pull
+
+        def spoilt(peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+            done = pull(peer, blocks, after_step)
+            done.add_done_callback(lambda _: executor.pool[blocks[-1].target].__iadd__(1))
+            return done
+
+        executor.pull = spoilt  # type: ignore[method-assign]
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        assert "digest" in answer.lost[0].error.message
+        await answer_to_peer_lost(router, answer, None)
+        assert said(await answer.end())[0] == said(expected)[0]  # type: ignore[index]
+        await both_idle(prefill, decode)
 
 
 async def test_a_router_that_says_nothing_leaves_the_request_to_be_computed_here() -> None:
