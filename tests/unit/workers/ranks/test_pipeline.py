@@ -10,15 +10,15 @@ from operator import itemgetter
 import pytest
 
 from headrace.blocks import BlockHasher
-from headrace.values import Request, RequestKey
+from headrace.values import Request, RequestKey, SamplingParams
 from tests.determinism import NUM_TOKENS, Answers, alone_and_together, answers, at_once, requests
-from tests.model_steps import ENGINE, alone
+from tests.model_steps import ENGINE, alone, random_ids
 from tests.pipeline import one_thread_each, pipeline
 from tests.tiny import make_variant
 from workers.models.checkpoint import Checkpoint
 from workers.ranks.runner import Runner
 from workers.scheduling.blocks import BlockLedger
-from workers.scheduling.plan import StepResult
+from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
 pytestmark = pytest.mark.torch
@@ -92,3 +92,27 @@ def test_who_leaves_while_several_plans_have_it_disturbs_nobody(folder: pathlib.
     assert scheduler.num_preemptions > 0
     assert scheduler.ledger.holdings() == ()
     assert {name: sorted(found[name], key=itemgetter(0)) for name in expected} == expected
+
+
+def test_what_a_row_drew_for_who_left_is_not_taken_for_who_came(folder: pathlib.Path) -> None:
+    """The first stage has not heard of the draw yet when the row goes to a sequence that comes with a token of its own."""
+    ids = tuple(random_ids(13, 3))
+    sampling = SamplingParams(max_tokens=9, temperature=0.0)
+
+    def plans(last_token: int) -> tuple[StepPlan, StepPlan]:
+        prompt = RowWork(0, 0, 13, ids, (1, 2))
+        came = RowStart(0, ids, (last_token,), sampling)
+        return (
+            StepPlan(1, (prompt,), 0, starts=(RowStart(0, ids, (), sampling),)),
+            StepPlan(2, (RowWork(0, 13, 1, None, (1, 2)),), 1, starts=(came,), ends=(0,)),
+        )
+
+    runner = Runner(Checkpoint.open(folder), alone().layout, 0, DETERMINISTIC, alone())
+    expected = {token: [runner.run(plan) for plan in plans(token)][1] for token in (5, 99, 201)}
+    runner.run(StepPlan(3, (), 0, ends=(0,)))
+    assert len({result.token_ids for result in expected.values() if result}) > 1, "the answer depends on that token"
+    for token, result in expected.items():
+        with pipeline(folder, 2, DETERMINISTIC) as stages:
+            first, second = (stages.launch(plan) for plan in plans(token))
+            first.result(20)
+            assert second.result(20) == result
