@@ -173,11 +173,7 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
     starts: list[Start] = []
     actions += _removals(observed.workers, now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
-    found = [
-        worker
-        for worker in observed.workers
-        if worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
-    ]
+    serving = {worker.role for worker in observed.workers if _is_found(worker, now)}
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
         workers = [worker for worker in observed.workers if worker.pool == pool]
         staying = [
@@ -188,10 +184,9 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
             and worker.leaves_at is None
         ]
         target = desired.pools.get(pool)
-        known = [worker for worker in staying if worker in found]
-        needed = not desired.trusted or (target is not None and len(known) < target.replicas)
+        num_found = sum(_is_found(worker, now) for worker in staying)
+        needed = not desired.trusted or (target is not None and num_found < target.replicas)
         leaving = [worker for worker in workers if worker.leaves_at is not None and worker.worker_id not in gone]
-        serving = {worker.role for worker in found}
         actions += _departures(leaving, serving if needed else set(Role), now)
         if target is None:
             if desired.trusted:
@@ -220,6 +215,11 @@ def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
             case _:
                 pass
     return removals
+
+
+def _is_found(worker: ObservedWorker, now: float) -> bool:
+    """Whether it stays, and routers place on it by now."""
+    return worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
 
 
 def _departures(leaving: Sequence[ObservedWorker], replaced: Set[Role], now: float) -> list[Action]:
