@@ -120,6 +120,7 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
                     numbers, [mean(one, name) for one in of], "o-" if told else "o--", color=f"C{at}", label=label
                 )
         axes.set(xlabel="routers", ylabel=title, xticks=numbers)
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     all_axes[0].legend()
     figure.suptitle(
