@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.autoscaler import Autoscaler, Seen
 from cluster.leased import Leased, leased_workers
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase, SetRole, flips
 from cluster.state import ControlState, ObservedState, WorkerRecord
-from cluster.worker_client import WorkerClient, WorkerReport, described
+from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, WorkerLost
@@ -28,7 +28,6 @@ from headrace.values import Role, WorkerInfo
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 2.0  # at most: the lead's lease is longer
-AT_ONCE = 64  # workers that are asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class Advisor:
         self._metrics_ports = workers.metrics_ports
         self._token = secrets.token_hex(8)
         self._workers: dict[str, _Worker] = {}
+        self._clients: dict[str, WorkerClient] = {}
         self._desired: Desired | None = None
         self._strangers: frozenset[str] = frozenset()
 
@@ -88,8 +88,13 @@ class Advisor:
                     await self.round()
                 await asyncio.sleep(seconds)
         finally:
-            with contextlib.suppress(StoreUnavailable):
-                await self._state.resign(self._token)
+            await self.close()
+
+    async def close(self) -> None:
+        """Gives the lead back, where it is ours."""
+        await self._close(self._clients)
+        with contextlib.suppress(StoreUnavailable):
+            await self._state.resign(self._token)
 
     async def round(self) -> None:
         """Nothing while another one leads. StoreUnavailable when Redis does not answer: nobody's role changes then."""
@@ -109,24 +114,35 @@ class Advisor:
             if place is not None:
                 known[leased.info.worker_id] = self._met(leased, *place)
         others = [worker for name, worker in self._workers.items() if name not in known]
-        room = asyncio.Semaphore(AT_ONCE)
-
-        async def asked(worker: _Worker) -> _Worker:
-            async with room:
-                report = await described(worker.info.address)
-            its = report is not None and (report.worker_id, report.generation) == (
-                worker.info.worker_id,
-                worker.info.generation,
-            )
-            return replace(worker, report=report if its else None)
-
-        found = await asyncio.gather(*(asked(worker) for worker in [*known.values(), *others]))
+        # All at once: who does not answer takes its two seconds beside the others, within the lead's lease.
+        found = await asyncio.gather(*(self._asked(worker) for worker in [*known.values(), *others]))
         self._workers = {
             worker.info.worker_id: worker
             for worker in found
             if worker.info.worker_id in known or worker.report is not None
         }
+        await self._close(self._clients.keys() - {worker.info.address for worker in self._workers.values()})
         self._note_strangers(leases)
+
+    async def _asked(self, worker: _Worker) -> _Worker:
+        """With its own words, if it is that worker that answers there."""
+        who = worker.info.worker_id, worker.info.generation
+        try:
+            report = await self._client(worker).describe()
+        except (WorkerLost, InternalError):
+            return replace(worker, report=None)
+        return replace(worker, report=report if (report.worker_id, report.generation) == who else None)
+
+    def _client(self, worker: _Worker) -> WorkerClient:
+        """Kept open: a channel costs more than a call."""
+        address = worker.info.address
+        if address not in self._clients:
+            self._clients[address] = WorkerClient(address)
+        return self._clients[address]
+
+    async def _close(self, addresses: Iterable[str]) -> None:
+        for address in list(addresses):
+            await self._clients.pop(address).close()
 
     def _met(self, leased: Leased, pool: str, index: int) -> _Worker:
         before = self._workers.get(leased.info.worker_id)
@@ -186,8 +202,7 @@ class Advisor:
 
     async def _set_role(self, worker: _Worker, flip: SetRole) -> None:
         try:
-            async with WorkerClient(worker.info.address) as client:
-                await client.set_role(flip.role)
+            await self._client(worker).set_role(flip.role)
         except (WorkerLost, InternalError) as error:
             log.warning("%s stays %s until it is asked again: %s", worker.info.worker_id, worker.seen.role, error)
             return

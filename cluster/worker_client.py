@@ -63,6 +63,9 @@ class WorkerClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         await self._channel.close()
 
     async def describe(self) -> WorkerReport:

@@ -69,6 +69,7 @@ class Stage:
         self.store, self.clock, self._servers = store, clock, servers
         self.keys, self.state = Keys(self.config.name), ControlState(store, self.config.name)
         self.workers: dict[str, Controlled] = {}
+        self.servers: dict[str, grpc.aio.Server] = {}
         self.arrivals = 0
         self.advisor = self.another()
 
@@ -87,6 +88,7 @@ class Stage:
         control_pb2_grpc.add_ControlServicer_to_server(its, server)
         await server.start()
         self._servers.push_async_callback(server.stop, None)
+        self.servers[name] = server
         self.workers[name] = its
         await self.lease(name)
         return its
@@ -125,6 +127,7 @@ async def stage(redis_url: str, clock: ManualClock) -> AsyncIterator[Stage]:
         for name, role in (("prefill-0", Role.PREFILL), ("prefill-1", Role.PREFILL), ("decode-0", Role.DECODE)):
             await stage.worker(name, role)
         yield stage
+        await stage.advisor.close()
     await store.close()
 
 
@@ -203,9 +206,19 @@ async def test_a_flushed_redis_forgets_no_worker_and_flips_nobody_back(stage: St
     assert lent(await stage.state.desired()) == {"prefill": (2, 1), "decode": (1, 0)}
 
 
+async def test_who_neither_answers_nor_holds_a_lease_is_gone(stage: Stage) -> None:
+    await stage.advisor.round()
+    await stage.servers["prefill-1"].stop(None)
+    await stage.advisor.round()
+    assert lent(await stage.state.desired())["prefill"] == (2, 0), "its lease stands"
+    await stage.store.call(lambda redis: redis.delete(stage.keys.lease(f"{PREFIX}prefill-1")))
+    await stage.advisor.round()
+    assert lent(await stage.state.desired())["prefill"] == (1, 0)
+
+
 async def test_a_new_advisor_takes_lent_workers_as_they_are(stage: Stage) -> None:
     stage.workers["prefill-1"].info = replace(stage.workers["prefill-1"].info, role=Role.DECODE)
-    await stage.another().round()
+    await stage.advisor.round()
     assert stage.roles()["prefill-1"] == "decode"
     assert lent(await stage.state.desired()) == {"prefill": (2, 1), "decode": (1, 0)}
 
