@@ -72,6 +72,8 @@ async def keep(
         raise ConfigError(
             f"{key} must be given{needed}: a controller that runs alone starts neither Redis nor Ray", key=key
         )
+    if advises and config.canary is not None:
+        raise ConfigError("canary: ray.address must be given: who leads a canary starts and ends workers", key="canary")
     async with (
         control_state(config.name, url) as state,
         watching(config, url, api_keys) as console,

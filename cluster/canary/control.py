@@ -47,7 +47,7 @@ class Canary:
         evidence = self._evidence
         if state.phase.under_way:
             reports = await router_reports(self._store, self._config.name)
-            evidence = heard(evidence, reports, now, state.canary.window_seconds)
+            evidence = heard(evidence, reports, now, state.canary, state.base)
         deaths = list(self._deaths)
         room = self._room_for(state, desired, workers)
         seen = Seen(

@@ -6,6 +6,7 @@ from json import dumps, loads
 from typing import Any
 
 from cluster.canary.values import Evidence
+from headrace.config import CanaryConfig
 from headrace.reports import RevisionCounts, RouterReport, decode_counts, encode_counts
 
 MOST_ROUTERS = 256  # that are remembered
@@ -13,9 +14,13 @@ MOST_ROUTERS = 256  # that are remembered
 Counted = Mapping[str, RevisionCounts]
 
 
-def heard(evidence: Evidence, reports: Mapping[str, RouterReport], now: float, window_seconds: float) -> Evidence:
-    """With what was counted since the last look. What routers say of another canary is of no time of this one's."""
-    if now - evidence.since > window_seconds:
+def heard(
+    evidence: Evidence, reports: Mapping[str, RouterReport], now: float, its: CanaryConfig, base: str
+) -> Evidence:
+    """With what was counted since the last look. What routers say of another canary is of no time of this one's. A window
+    that is over goes on until there was enough in it to judge: where little comes, it must not begin anew for ever."""
+    enough = min(evidence.of(base).ended, evidence.of(its.revision).ended) >= its.min_requests
+    if enough and now - evidence.since > its.window_seconds:
         evidence = begun(evidence, now)
     sides, last = dict(evidence.sides), dict(evidence.last)
     for name, report in reports.items():

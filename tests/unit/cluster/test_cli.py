@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import socket
 import sys
 
@@ -71,6 +72,20 @@ def write(tmp_path: pathlib.Path, model: pathlib.Path | str, **sections: object)
 
 def nothing_started(state: pathlib.Path) -> bool:
     return not list(state.glob("*/session.json")) and not list(state.glob("*/*.log"))
+
+
+def test_a_canary_with_other_words_is_refused_before_anything_starts(
+    command: Command, tmp_path: pathlib.Path, checkpoint: pathlib.Path, state: pathlib.Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    canary = {"revision": "v2", "model": "other", "pools": {"new": {"role": "decode", "tp": 64}}}
+    said = command.refused("up", write(tmp_path, checkpoint, canary=canary))
+    assert "canary.model: must be one whose tokenizer is that of `model`" in said
+    said = command.refused("up", write(tmp_path, checkpoint, name="another", canary={**canary, "model": None}))
+    assert "canary.pools.new.tp" in said
+    assert nothing_started(state)
 
 
 def test_help_names_every_command_and_imports_none_of_them(command: Command) -> None:

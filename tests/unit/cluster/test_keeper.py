@@ -12,7 +12,7 @@ from cluster.keeper import Answers, keep
 from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from headrace import metrics
-from headrace.config import ClusterConfig, PoolConfig, RayConfig, RedisConfig
+from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, PoolConfig, RayConfig, RedisConfig
 from headrace.errors import ConfigError, Unavailable
 from headrace.store import connect
 
@@ -80,6 +80,15 @@ async def test_without_redis_it_answers_with_an_error_and_forgets_nothing() -> N
 async def test_it_starts_neither_redis_nor_ray(redis: str | None, ray: str | None, key: str) -> None:
     config = ClusterConfig(model="m", pools=POOLS, redis=RedisConfig(url=redis), ray=RayConfig(address=ray))
     with pytest.raises(ConfigError, match=f"{key}.* must be given"):
+        await keep(config, HOST, 0, patience_seconds=0.0)
+
+
+async def test_a_canary_is_refused_where_nobody_starts_its_workers() -> None:
+    canary = CanaryConfig(revision="v2", pools={"new": POOLS["decode"]})
+    scaling = AutoscalingConfig(mode="external")
+    redis = RedisConfig(url="redis://127.0.0.1:1/0")
+    config = ClusterConfig(model="m", pools=POOLS, redis=redis, autoscaling=scaling, canary=canary)
+    with pytest.raises(ConfigError, match=r"canary: ray\.address must be given"):
         await keep(config, HOST, 0, patience_seconds=0.0)
 
 

@@ -109,13 +109,27 @@ def report(name: str, canary: int = 1, **revisions: RevisionCounts) -> RouterRep
     return RouterReport(name, "", 0.0, canary=canary, revisions=revisions)
 
 
+SHORT = ITS.model_copy(update={"window_seconds": 100.0, "min_requests": 50})
+
+
+def said(evidence: Evidence, now: float, *reports: RouterReport) -> Evidence:
+    return heard(evidence, {report.router_id: report for report in reports}, now, SHORT, "stable")
+
+
 def test_counters_are_differences_over_all_routers_and_another_canarys_are_not_counted() -> None:
     first = RevisionCounts(10, 1, 9, ttft={5: 9})
-    evidence = heard(Evidence(1), {"a": report("a", v2=first), "b": report("b", 2, v2=first)}, 1.0, 100.0)
+    evidence = said(Evidence(1), 1.0, report("a", v2=first), report("b", 2, v2=first))
     assert evidence.of("v2") == first
     more = RevisionCounts(15, 1, 14, ttft={5: 10, 7: 4})
-    evidence = heard(evidence, {}, 2.0, 100.0)  # a report that is lost costs nothing
-    evidence = heard(evidence, {"a": report("a", v2=more)}, 3.0, 100.0)
+    evidence = said(evidence, 2.0)  # a report that is lost costs nothing
+    evidence = said(evidence, 3.0, report("a", v2=more))
     assert evidence.of("v2") == more
-    evidence = heard(evidence, {"a": report("a", v2=more), "b": report("b", 1, v2=first)}, 200.0, 100.0)
-    assert (evidence.since, evidence.of("v2")) == (200.0, first), "the window is over: only what is new counts"
+
+
+def test_a_window_that_is_over_begins_anew_once_it_was_enough_to_judge_and_not_before() -> None:
+    few, enough = RevisionCounts(49, 0, 49), RevisionCounts(50, 0, 50)
+    evidence = said(Evidence(1), 1.0, report("a", stable=enough, v2=few))
+    evidence = said(evidence, 200.0, report("a", stable=enough, v2=enough))
+    assert (evidence.since, evidence.of("v2")) == (0.0, enough), "where little comes nothing would ever be judged"
+    evidence = said(evidence, 201.0, report("a", stable=enough, v2=enough.plus(few)))
+    assert (evidence.since, evidence.of("v2"), evidence.of("stable")) == (201.0, few, RevisionCounts())
