@@ -180,6 +180,35 @@ async def test_a_decode_worker_killed_at_any_phase_leaves_its_prefill_worker_ser
                 await pair.free_again()
 
 
+async def test_a_decode_worker_stopped_in_mid_pull_and_woken_after_every_deadline_reads_nothing_of_anybody_else(
+    pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """What it was told of has other content by then: its read fails, and every block that comes later has its digest."""
+    async with (
+        a_worker_process(checkpoint, tmp_path, "stopped", "--role", "decode", *OPTIONS) as victim,
+        open_session(victim.address) as router,
+        pair.session() as others,
+        asyncio.timeout(60),
+    ):
+        prompt, phase = request("stopped"), PHASES["in mid-chunk"]
+        await faults(victim, phase.fault)
+        answer = router.submit(replace(prompt, prefill=pair.prefill.target))
+        await reach(phase, victim, pair.prefill, answer)
+        victim.process.send_signal(signal.SIGSTOP)
+        await free_again(pair.prefill)
+        for number in range(9):  # all 64 blocks of the prefill worker change hands
+            other = await others.submit(replace(request(f"other{number}"), prefill=pair.prefill.target)).end()
+            assert (other.error, other.lost) == (None, [])
+        victim.process.send_signal(signal.SIGCONT)
+        await faults(victim)
+        await answer.until(lambda answer: answer.lost)
+        router.place(RequestKey("stopped", 2), pair.prefill.target)
+        alone = await others.submit(replace(prompt, key=RequestKey("alone"))).end()
+        assert (await answer.end()).tokens == alone.tokens
+        await pair.free_again()
+        await free_again(victim)
+
+
 async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time(
     pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -200,6 +229,11 @@ async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time
                 assert (await answer.end()).error is None
         assert (await router.submit(request("fa")).end()).error is None
         await free_again(pair.decode)
+        prefill.process.send_signal(signal.SIGCONT)  # after every deadline: it hurts nobody, and serves again
+        await faults(prefill)
+        await free_again(prefill)
+        woken = await router.submit(replace(request("warm"), key=RequestKey("woken"), prefill=prefill.target)).end()
+        assert (woken.tokens, woken.lost) == (warm.tokens, [])
 
 
 async def test_case_13_a_transfer_that_fails_at_a_block_is_told_and_placed_again(
