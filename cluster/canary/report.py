@@ -29,9 +29,10 @@ def figures(its: Standing) -> Json:
     state, settings = its.state, its.state.canary
     last = next((event for event in reversed(its.events) if event.state.number == state.number), None)
     evidence = its.evidence.sides if its.evidence.number == state.number else {}
-    judgement = judge_now(state, its.evidence)
+    judgement, looks = judge_now(state, its.evidence), its.evidence.look
     if last is not None and last.judgement is not None and not state.phase.compared:
         judgement, evidence = last.judgement, decode_sides(last.counts)
+        looks = judgement.look + 1
     return {
         "number": state.number,
         "revision": settings.revision,
@@ -51,7 +52,7 @@ def figures(its: Standing) -> Json:
         "confidence": settings.confidence,
         "model": settings.model,
         "pools": {name: pool.replicas for name, pool in settings.pools.items()},
-        "looks": its.evidence.look,
+        "looks": looks,
         "verdict": judgement.verdict.value,
         "sides": [side(name, evidence.get(name, RevisionCounts())) for name in (state.base, settings.revision)],
         "tests": [tested(test) for test in judgement.tests],
