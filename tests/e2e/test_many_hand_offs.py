@@ -1,5 +1,6 @@
 """A thousand hand-offs between real workers, 64 at a time, of random lengths, from two layouts, a quarter of them
-cancelled at some moment: the others answer as one worker alone does, and nothing is held when all are over."""
+cancelled at some moment: every block has the digest that it was announced with, the others answer as one worker alone does,
+and nothing is held when all are over."""
 
 import asyncio
 import pathlib
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.asyncio]
 BLOCK, CHUNK, NUM_BLOCKS = 8, 32, 256
 SIZES = (
     *("--block-size", str(BLOCK), "--max-step-tokens", str(CHUNK), "--num-blocks", str(NUM_BLOCKS)),
-    *("--max-num-seqs", "32", "--transfer-seconds", "60", "--pin-seconds", "60"),
+    *("--max-num-seqs", "32", "--transfer-seconds", "60", "--pin-seconds", "60", "--digests"),
 )
 NUM_HAND_OFFS, CONCURRENCY, NUM_PROMPTS, MAX_LENGTH = 1000, 64, 24, 90
 MARGIN = 1e-3
