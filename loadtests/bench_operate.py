@@ -20,6 +20,7 @@ MEASURES: dict[str, Measure] = {
     "controller_1000_ms": measure_scaling.measure_decision,
     "week_slo_attainment": measure_scaling.measure_week,
     "week_gpu_hours_vs_clairvoyant": measure_scaling.measure_week,
+    "week_fluid_error": measure_scaling.measure_spots,
 }
 
 

@@ -24,7 +24,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=150.0, help="requests a second at the peak of a day")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--card", default="h200")
-    parser.add_argument("--spots", action="store_true", help="moments of it again, request by request")
+    parser.add_argument(
+        "--spots", action="store_true", help="moments of it again, request by request, and nothing else"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="writes what was found")
     arguments = parser.parse_args()
     world = World.of(arguments.card)
@@ -32,6 +34,10 @@ def main() -> int:
     rules = world.rules(most=64)
     first = fewest(world, coarse_up(float(traffic.rates[0])))
     ours = follow(world, traffic, rules, {"prefill": Size(first.prefill), "decode": Size(first.decode)})
+    if arguments.spots:
+        slo = Slo(world.target.ttft_seconds, world.target.tpot_seconds)
+        print(json.dumps([asdict(spot) for spot in spots(arguments.card, slo, traffic, ours, arguments.seed)]))
+        return 0
     least, theirs = clairvoyant(world, traffic, rules.target.attainment)
     constant = follow(
         world,
@@ -61,9 +67,6 @@ def main() -> int:
         "constant_attainment": constant.attainment,
         "gpu_hours_by_cause": {cause: round(hours, 1) for cause, hours in ours.surplus.items()},
     }
-    if arguments.spots:
-        slo = Slo(world.target.ttft_seconds, world.target.tpot_seconds)
-        found["spots"] = [asdict(spot) for spot in spots(arguments.card, slo, traffic, ours, arguments.seed)]
     for name, value in found.items():
         print(f"{name:28} {value}", file=sys.stderr)
     print(json.dumps(found))

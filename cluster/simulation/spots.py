@@ -1,4 +1,4 @@
-"""Moments of a simulated week again, request by request: what the fluid said of them against production's router and
+"""Moments of simulated days again, request by request: what the fluid said of them against production's router and
 schedulers on the same arrivals and as many workers.
 
 Sizes stay as they are for the while of a moment. It begins with empty workers, WARM_SECONDS before it counts: what had
@@ -6,7 +6,7 @@ piled up until then is not there.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -24,7 +24,8 @@ from headrace.traces import TraceRow
 
 WARM_SECONDS = 10
 SPAN_SECONDS = 25
-LATER_SECONDS = 300  # where sizes change meanwhile, the same moment a little later
+LATER_SECONDS = 300
+BEFORE_BURST_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +61,26 @@ def spots(card_name: str, slo: Slo, traffic: Traffic, outcome: Outcome, seed: in
 
 
 def _moments(traffic: Traffic, outcome: Outcome) -> Iterator[tuple[str, int, tuple[int, int]]]:
-    """(name, second, serving workers)."""
+    """(name, second, serving workers). Where sizes change meanwhile, the same a little later; of bursts the highest in
+    which they stay."""
     last = len(traffic.arrivals) - SPAN_SECONDS
     day = min(DAY, max(last - DAY, 0))
-    wanted = [
-        ("night", day),
-        ("morning", day + DAY // 4),
-        ("midday", day + DAY // 2),
-        ("surge", int(traffic.rates.argmax())),
-        ("burst", int(traffic.arrivals[WARM_SECONDS + 5 : last].argmax()) + WARM_SECONDS),
+    highest = np.argsort(-traffic.arrivals[WARM_SECONDS + BEFORE_BURST_SECONDS : last], kind="stable") + WARM_SECONDS
+    wanted: list[tuple[str, Iterable[int]]] = [
+        ("night", range(day, last, LATER_SECONDS)),
+        ("morning", range(day + DAY // 4, last, LATER_SECONDS)),
+        ("midday", range(day + DAY // 2, last, LATER_SECONDS)),
+        ("surge", range(max(int(traffic.rates.argmax()), WARM_SECONDS), last, LATER_SECONDS)),
+        ("burst", highest.tolist()),
     ]
-    for kind in ("shrink", "flip"):
-        moves = [second for second, what in outcome.moves if kind in what and second > day]
-        wanted += [(f"after a {kind}", moves[0] + 1)] if moves else []
-    for name, second in wanted:
-        for at in range(max(second, WARM_SECONDS), last, LATER_SECONDS):
-            if (sizes := outcome.sizes_within(at, at + SPAN_SECONDS)) is not None:
-                yield name, at, sizes
+    wanted += [
+        (f"after a {kind}", [at + 1 for at, what in outcome.moves if kind in what and day < at < last])
+        for kind in ("shrink", "flip")
+    ]
+    for name, seconds in wanted:
+        for second in seconds:
+            if (sizes := outcome.sizes_within(second, second + SPAN_SECONDS)) is not None:
+                yield name, second, sizes
                 break
 
 
