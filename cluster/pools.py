@@ -100,6 +100,7 @@ class RayPools:
         self._ranks: dict[tuple[str, int], list[Any]] = {}
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
         self._gcs: Any = None
+        self._asking: asyncio.Future[tuple[Mapping[str, float], Mapping[str, Any]]] | None = None
 
     async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
         """Places and starts every rank; where the worker answers, once it is warm. WorkerLost, or what a rank
@@ -168,11 +169,16 @@ class RayPools:
             remove_placement_group(group)
 
     async def notices(self) -> Mapping[tuple[str, int], float]:
-        """The workers that lie on nodes which are about to go, and in how many seconds. While Ray's head does not
-        answer, nothing is heard."""
+        """The workers that lie on nodes which are about to go, and in how many seconds. Ray's head may take its time, or be
+        away: until it answers nothing is heard, and nobody waits."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(asyncio.to_thread(self._leaving))
+        done, _ = await asyncio.wait({self._asking}, timeout=NOTICE_SECONDS)
+        if not done:
+            return {}
+        asking, self._asking = self._asking, None
         try:
-            leaving = await asyncio.to_thread(self._draining_nodes)
-            groups = await asyncio.to_thread(placement_group_table) if leaving else {}
+            leaving, groups = asking.result()
         except RayError:
             return {}
         nodes = {group_id: set(entry["bundles_to_node_id"].values()) for group_id, entry in groups.items()}
@@ -182,6 +188,10 @@ class RayPools:
             if deadlines:
                 found[key] = max(min(deadlines) - time.time(), 0.0)
         return found
+
+    def _leaving(self) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        leaving = self._draining_nodes()
+        return leaving, placement_group_table() if leaving else {}
 
     def _draining_nodes(self) -> dict[str, float]:
         """By Ray's word (a spot notice, `ray drain-node`, a SIGTERM to `ray start --block`): when each is taken away, in

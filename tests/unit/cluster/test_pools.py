@@ -1,7 +1,10 @@
+import threading
+
 import pytest
 import ray
+from ray.exceptions import RpcError
 
-from cluster.pools import actor_name, describe_resources, named, parse_actor_name, plan_placement
+from cluster.pools import RayPools, actor_name, describe_resources, named, parse_actor_name, plan_placement
 from headrace.errors import WorkerLost
 from headrace.values import ParallelLayout
 
@@ -33,6 +36,27 @@ def test_an_actors_name_says_whose_rank_it_is() -> None:
 def test_resources_read_as_words() -> None:
     assert describe_resources([{"GPU": 4.0}]) == "4 GPU on one node"
     assert describe_resources([{"GPU": 4.0}, {"GPU": 4.0}]) == "2 × 4 GPU"
+
+
+async def test_a_head_that_does_not_answer_holds_up_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client takes 40 s to say that there is none: the controller's lease of the lead is 5 s."""
+    answers, num_asked = threading.Event(), 0
+
+    def draining() -> dict[str, float]:
+        nonlocal num_asked
+        num_asked += 1
+        answers.wait(10)
+        raise RpcError("nobody answers")
+
+    monkeypatch.setattr("cluster.pools.NOTICE_SECONDS", 0.0)
+    pools = RayPools("headrace-test", lambda pool: {"GPU": 1.0})
+    monkeypatch.setattr(pools, "_draining_nodes", draining)
+    assert await pools.notices() == {}
+    assert await pools.notices() == {}
+    answers.set()
+    monkeypatch.setattr("cluster.pools.NOTICE_SECONDS", 10.0)
+    assert await pools.notices() == {}, "an error is no notice"
+    assert num_asked == 1, "nobody asks again while one asks"
 
 
 class Rank:
