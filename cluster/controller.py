@@ -125,14 +125,18 @@ class Controller:
         return reconcile(desired, self._observed(), self._clock.now(), budget)
 
     async def _hear_notices(self) -> None:
-        """Who lies on a node that is about to go is marked so, once: what follows is reconcile's."""
+        """Who lies on a node that is about to go is marked so, and again where it goes sooner than was said before: what
+        follows is reconcile's."""
         for (slot, generation), seconds in (await self._pools.notices()).items():
             worker = self._workers.get(slot)
-            if worker is None or worker.seen.generation != generation or worker.seen.leaves_at is not None:
+            if worker is None or worker.seen.generation != generation:
+                continue
+            leaves_at, known = self._clock.now() + seconds, worker.seen.leaves_at
+            if known is not None and known - leaves_at < LEAVE_SECONDS:
                 continue
             why = f"its node is taken away in {seconds:.0f} s: Ray drains it"
             log.warning("%s (generation %d): %s", slot, generation, why)
-            worker.seen = replace(worker.seen, leaves_at=self._clock.now() + seconds, reason=why)
+            worker.seen = replace(worker.seen, leaves_at=leaves_at, reason=why)
 
     async def _read_desired(self) -> Desired:
         desired = await self._state.desired()
@@ -340,7 +344,9 @@ class Controller:
             worker.seen = replace(worker.seen, role=before)  # so that the next round asks again
 
     def _begin_drain(self, worker: _Worker, why: str, tasks: asyncio.TaskGroup) -> None:
-        worker.enter(Phase.DRAINING, self._clock.now(), why)
+        now, slot = self._clock.now(), worker.seen.worker_id
+        self._history[slot] = self._history[slot].served(now - worker.seen.since)
+        worker.enter(Phase.DRAINING, now, why)
         worker.drain = tasks.create_task(self._drain(worker, why))
 
     async def _drain(self, worker: _Worker, why: str) -> None:

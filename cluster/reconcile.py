@@ -9,7 +9,8 @@ configuration), no worker is drained, none changes its role, and no pool is made
 
 A worker whose node is about to go (`leaves_at`) counts as gone: another starts in the next free slot at once, as far as the
 budget of GPUs goes. It is drained, trusted or not; but who serves its role alone serves on until routers have found
-another, or until no more than LAST_SECONDS are left for its streams to end in.
+another of its revision (a canary may have no share, and is not to have all), or until no more than LAST_SECONDS are left
+for its streams to end in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -100,6 +101,10 @@ class History:
         failures = 1 if ready_seconds >= STEADY_SECONDS else self.failures + 1
         return History(self.generation, failures, now, reason)
 
+    def served(self, ready_seconds: float) -> "History":
+        """It ended in order: whoever had served for STEADY_SECONDS takes the failures before that with it."""
+        return replace(self, failures=0) if ready_seconds >= STEADY_SECONDS else self
+
     @property
     def not_before(self) -> float:
         """When the slot may start again."""
@@ -173,7 +178,7 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
     starts: list[Start] = []
     actions += _removals(observed.workers, now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
-    serving = {worker.role for worker in observed.workers if _is_found(worker, now)}
+    serving = {(worker.role, worker.revision) for worker in observed.workers if _is_found(worker, now)}
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
         workers = [worker for worker in observed.workers if worker.pool == pool]
         staying = [
@@ -187,7 +192,8 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
         num_found = sum(_is_found(worker, now) for worker in staying)
         needed = not desired.trusted or (target is not None and num_found < target.replicas)
         leaving = [worker for worker in workers if worker.leaves_at is not None and worker.worker_id not in gone]
-        actions += _departures(leaving, serving if needed else set(Role), now)
+        here = {(worker.role, worker.revision) for worker in leaving}
+        actions += _departures(leaving, serving if needed else here, now)
         if target is None:
             if desired.trusted:
                 actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
@@ -222,15 +228,16 @@ def _is_found(worker: ObservedWorker, now: float) -> bool:
     return worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
 
 
-def _departures(leaving: Sequence[ObservedWorker], replaced: Set[Role], now: float) -> list[Action]:
+def _departures(leaving: Sequence[ObservedWorker], replaced: Set[tuple[Role, str]], now: float) -> list[Action]:
     """Of workers whose nodes go: those that do not serve yet at once, those that do once somebody else serves their role
-    (`replaced`), or their time is nearly over."""
+    with their settings (`replaced`), or their time is nearly over."""
     return [
         _leave(worker, worker.reason)
         for worker in leaving
         if worker.phase is Phase.STARTING
         or (
-            worker.phase is Phase.READY and (worker.role in replaced or (worker.leaves_at or 0.0) - now <= LAST_SECONDS)
+            worker.phase is Phase.READY
+            and ((worker.role, worker.revision) in replaced or (worker.leaves_at or 0.0) - now <= LAST_SECONDS)
         )
     ]
 

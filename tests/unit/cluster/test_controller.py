@@ -11,9 +11,9 @@ import pytest
 
 from cluster.controller import Controller
 from cluster.pools import Addresses, Adopted, Progress
-from cluster.reconcile import Desired, DesiredPool
+from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History
 from cluster.state import ControlState, configured
-from headrace.clock import SystemClock
+from headrace.clock import Clock, ManualClock, SystemClock
 from headrace.config import ClusterConfig, PoolConfig
 from headrace.store import connect
 from headrace.values import Role
@@ -68,13 +68,13 @@ class Pools:
 
 @contextlib.asynccontextmanager
 async def controlling(
-    redis_url: str, pools: Any
+    redis_url: str, pools: Any, clock: Clock | None = None
 ) -> AsyncIterator[tuple[Controller, ControlState, "asyncio.Task[None]"]]:
     store = connect(redis_url, 2.0)
     state = ControlState(store, CONFIG.name)
     await state.forget()
     await state.write_desired(configured(CONFIG, trusted=True))
-    controller = Controller(CONFIG, redis_url, "127.0.0.1", pools, state, SystemClock())
+    controller = Controller(CONFIG, redis_url, "127.0.0.1", pools, state, clock or SystemClock())
     running = asyncio.create_task(controller.run())
     try:
         yield controller, state, running
@@ -143,3 +143,26 @@ async def test_workers_of_a_node_that_goes_are_drained_and_start_elsewhere_meanw
         controller.stop()
         await asyncio.wait_for(running, 10)
     assert pools.happened.count("decode-0 starts") == 1, "two are desired, and two serve"
+
+
+async def test_a_node_that_goes_sooner_than_was_said_is_left_sooner(redis_url: str) -> None:
+    pools, clock = Pools(), ManualClock()
+    async with controlling(redis_url, pools, clock) as (controller, _, _):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        for said, meant in ((600.0, 600.0), (599.0, 600.0), (60.0, 60.0), (600.0, 60.0)):
+            pools.leaving = {("decode-0", 1): said}
+            await controller._hear_notices()
+            leaves_at = controller._workers["decode-0"].seen.leaves_at
+            assert leaves_at is not None
+            assert leaves_at - clock.now() == meant
+
+
+async def test_a_slot_that_served_steadily_starts_without_the_failures_of_before(redis_url: str) -> None:
+    pools, clock = Pools(), ManualClock()
+    async with controlling(redis_url, pools, clock) as (controller, state, _):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        controller._history["decode-1"] = History(1, 3, 0.0, "no image")
+        clock.advance(STEADY_SECONDS)
+        await state.write_desired(Desired({"decode": DesiredPool(Role.DECODE, 1)}))
+        await pools.until("decode-1 drains")
+        assert controller._history["decode-1"].failures == 0, "so that it is counted on while it starts"

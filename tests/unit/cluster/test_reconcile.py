@@ -199,6 +199,12 @@ def test_the_delay_doubles_up_to_its_limit_and_is_forgotten_after_steady_service
     assert history.failed(200.0, STEADY_SECONDS, "died").failures == 1
 
 
+def test_failures_are_forgotten_with_a_worker_that_served_steadily_and_was_drained() -> None:
+    past = History(4, 3, 100.0, "no image")
+    assert past.served(STEADY_SECONDS - 1) == past
+    assert past.served(STEADY_SECONDS).failures == 0
+
+
 def test_a_smaller_pool_drains_its_highest_worker_and_removes_it_once_drained() -> None:
     world, _ = settled(decode=3)
     desired = Desired({"decode": DesiredPool(Role.DECODE, 2)})
@@ -291,6 +297,21 @@ def test_a_worker_whose_node_goes_serves_its_role_until_another_does() -> None:
     assert reconcile(desired, world.observed, world.now) == [], "no router has found it yet"
     world.now += FOUND_SECONDS
     assert reconcile(desired, world.observed, world.now) == [Drain("decode-0", 1, "its node goes")]
+
+
+def test_a_canary_is_nobody_in_the_place_of_a_worker_whose_node_goes() -> None:
+    world = World()
+    desired = Desired(
+        {"decode": DesiredPool(Role.DECODE, 1), "next": DesiredPool(Role.DECODE, 1, revision="v2")},
+    )
+    world.settle(desired)
+    world.now += FOUND_SECONDS
+    leaving(world, "decode-0", 120.0)
+    assert reconcile(desired, world.observed, world.now) == [Start("decode", 1, 1, Role.DECODE, ONE)]
+    leaving(world, "next-0", 120.0)
+    assert reconcile(Desired({"decode": desired.pools["decode"]}), world.observed, world.now)[0] == Drain(
+        "next-0", 1, "its node goes"
+    ), "which is not wanted any more"
 
 
 def test_a_worker_whose_node_goes_is_drained_in_time_though_nobody_serves_in_its_place() -> None:
