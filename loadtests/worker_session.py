@@ -87,9 +87,10 @@ class Session:
     async def listen(self) -> None:
         """Until the worker ends the session; all that is not over is then an error."""
         try:
-            while (message := await self._call.read()) is not grpc.aio.EOF:
+            while (message := await self._call.read()) is not grpc.aio.EOF and not message.HasField("leaving"):
                 self._hear(message)
         finally:
+            self._call.cancel()
             for heard in self._heard.values():
                 self._fail(heard, TransferFailed("the session ended"))
 

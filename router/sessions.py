@@ -100,6 +100,8 @@ class Session:
                 if message is grpc.aio.EOF:
                     return self.lost or "the worker closed the session"
                 self.heard_at = self._clock.now()
+                if message.HasField("leaving"):
+                    return "the worker left"
                 self._hear(message, reported)
         except grpc.aio.AioRpcError as error:
             return self.lost or f"{error.code().name}: {error.details()}"

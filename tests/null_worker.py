@@ -155,6 +155,10 @@ class NullWorker:
             self._stepper.cancel()
         await self._server.stop(None)
 
+    def leave(self) -> None:
+        """As a worker that ends in order."""
+        self.say(worker_pb2.WorkerMessage(leaving=worker_pb2.Leaving()))
+
     # What the router says
 
     async def Session(

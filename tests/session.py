@@ -71,7 +71,9 @@ class Answer:
 
 
 class Router:
-    """The router's end of one session."""
+    """The router's end of one session. `stays`: it does not end it when the worker leaves, as it should."""
+
+    stays = False
 
     def __init__(self, stub: Any, router_id: str) -> None:
         self.router_id = router_id
@@ -80,6 +82,7 @@ class Router:
         self.pongs: list[int] = []
         self.num_messages = 0
         self.ended = asyncio.Event()
+        self.told_of_leaving = asyncio.Event()
         self.reported = asyncio.Event()
         self.info: WorkerInfo
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage | None] = asyncio.Queue()
@@ -128,6 +131,10 @@ class Router:
             case "load":
                 self.reports.append(wire.report_from_pb(message.load))
                 self.reported.set()
+            case "leaving":
+                self.told_of_leaving.set()
+                if not self.stays:
+                    self.close()
             case "pong":
                 self.pongs.append(message.pong.nonce)
                 self.reported.set()

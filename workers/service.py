@@ -212,7 +212,7 @@ class Worker:
             self._failure = error.message
             self._meters.failed(error)
             self._intake.reject_all(error)
-        self._sessions.end_sessions()
+        self._sessions.take_leave()
         await self._peers.close()
         await self._server.stop(FLUSH_SECONDS)
         if self._publisher is not None and self._store is not None:

@@ -98,9 +98,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._status = status
         self._sessions: set[RouterStream] = set()
 
-    def end_sessions(self) -> None:
+    def take_leave(self) -> None:
+        """Behind all that waits to be sent; routers then end their sessions."""
         for session in self._sessions:
-            session.end()
+            session.send(worker_pb2.WorkerMessage(leaving=worker_pb2.Leaving()))
 
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext

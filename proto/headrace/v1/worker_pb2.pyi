@@ -391,18 +391,24 @@ class Pong(_message.Message):
     nonce: int
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "outputs", "load", "peer_lost", "rejected", "pong")
+    __slots__ = ("hello", "outputs", "load", "peer_lost", "rejected", "pong", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PEER_LOST_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerInfo
     outputs: StepOutputs
     load: LoadReport
     peer_lost: PeerLost
     rejected: Rejected
     pong: Pong
-    def __init__(self, hello: _Optional[_Union[WorkerInfo, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[WorkerInfo, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...

@@ -183,6 +183,24 @@ async def test_a_session_that_is_lost_is_found_by_nobody_before_its_requests_hea
         assert told[0] == (True, True)
 
 
+async def test_what_a_worker_said_before_it_left_is_heard_and_then_the_session_is_over() -> None:
+    num_tokens = 200
+    async with NullWorker() as worker, stage(worker) as on:
+        mailbox, request = submit(on, "null")
+        await asyncio.wait_for(worker.submits.get(), 10)
+        on.sessions.seek([])
+        for number in range(num_tokens):
+            worker.emit(request.key, [number], num_generated=number + 1)
+        worker.leave()
+        heard = list[int]()
+        while not isinstance(said := await asyncio.wait_for(mailbox.take(), 10), GivenUp):
+            assert isinstance(said, list)
+            heard += [token for output in said for token in output.token_ids]
+        assert heard == list(range(num_tokens))
+        assert "the worker left" in said.error.message
+        assert on.sessions.find("null") is None
+
+
 async def test_a_newer_generation_elsewhere_takes_the_place_of_the_older() -> None:
     async with NullWorker() as first, NullWorker(worker_info(generation=2)) as second, stage(first) as on:
         mailbox, _ = submit(on, "null")

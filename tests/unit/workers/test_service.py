@@ -406,6 +406,19 @@ async def test_case_59_a_stuck_step_makes_the_worker_unhealthy_with_a_reason() -
         assert (await answer.end()).error is None
 
 
+async def test_a_worker_that_ends_takes_leave_and_hears_its_routers_until_they_end_their_sessions() -> None:
+    """Were the stream ended from this side, a router that just writes to it would lose what it had not read yet."""
+    async with a_worker() as rig, rig.router() as router:
+        router.stays = True
+        await router.submit(a_request()).end()
+        closing = asyncio.create_task(rig.worker.close())
+        await router.told_of_leaving.wait()
+        await router.ping()
+        router.close()
+        await asyncio.wait_for(router.ended.wait(), 10)
+        await closing
+
+
 @pytest.mark.parametrize("how", ["step", "rank"])
 async def test_case_59_a_dead_engine_ends_the_worker_and_its_streams(how: str) -> None:
     executor = MemoryExecutor()
