@@ -64,11 +64,12 @@ class BlockCopy:
 
     def _make_room(self, count: int) -> None:
         """For the numbers of `count` blocks, sources and targets: both begin aligned, whatever is pulled, since a kernel is
-        compiled anew for pointers of another alignment."""
+        compiled anew for pointers of another alignment. Of `stream`'s own memory: another's may be in use there still."""
         self._room = -(-count // ROOM_STEP) * ROOM_STEP
         self._pinned = torch.zeros(2 * self._room, dtype=torch.int32).pin_memory()
         self._staged = self._pinned.numpy().data
-        self._numbers = torch.empty(2 * self._room, dtype=torch.int32, device=self._device)
+        with torch.cuda.stream(self.stream):
+            self._numbers = torch.empty(2 * self._room, dtype=torch.int32, device=self._device)
         self._sources, self._targets = self._numbers.split(self._room)
 
 

@@ -129,6 +129,8 @@ class Room:
         last one's gather is over, since it has been sent. What is new goes to `keep` too."""
         if self._memory is None or self._memory.numel() < num_bytes:
             self._memory = torch.empty(max(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=self._device)
+            # A step may have given this memory back before its kernels ran, for which neither this stream nor NCCL's waits.
+            torch.cuda.current_stream(self._device).synchronize()
             keep.append(self._memory)
         return self._memory[:num_bytes]
 

@@ -197,6 +197,7 @@ class NixlTransport:
         if self._staging.numel() < num_bytes:
             room = max(num_bytes, min(MESSAGE_BYTES, self._pool.tensor.nbytes))
             self._staging = torch.empty(room, dtype=torch.uint8, device=self._pool.tensor.device)
+            self._pool.settle()  # a step may have given this memory back before its kernels ran
             self._own.register(self._staging)
         offsets, run_bytes = runs(self._slab, piece)
         there = np.add.outer(np.array(sources, dtype=np.uint64) * np.uint64(self._slab.block_bytes), offsets).ravel()

@@ -63,6 +63,16 @@ def _memory(slabs: Any, num_blocks: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, slabs.slab.num_kv_heads, -1)
 
 
+class Computing:
+    """In the place of the stream that computes: what has been waited for there."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
 class GlooPair(PairGroup):
     """What a communicator is to a carrier, between pools in host memory."""
 
@@ -87,9 +97,15 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
         yield
 
     monkeypatch.setattr(torch.cuda, "stream", behind)
+    computing, made = Computing(), list[GlooPair]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
 
     def carriers(pool: KvPool) -> Callable[[Pair, int], Any]:
-        return lambda pair, me: nccl.NcclCarrier(pool, GlooPair(pair, me))
+        def make(pair: Pair, me: int) -> Any:
+            made.append(GlooPair(pair, me))
+            return nccl.NcclCarrier(pool, made[-1])
+
+        return make
 
     source = StagedSource(pools[0], carriers(pools[0]), nccl.MESSAGE_BYTES, None)
     with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"late": source.answer})) as server:
@@ -103,3 +119,38 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
             assert torch.equal(pools[1].tensor[:32:3, 0], pools[0].tensor[:32:3, 1])
             assert not pools[1].tensor[:32, 1].any()
             assert not pools[1].tensor[1:32:3].any()
+            num_staged = sum(len(pair.staging) for pair in made)
+            assert computing.num_waits == num_staged == 6, "a step may still use memory that it has given back"
+
+
+def test_numbers_of_blocks_are_in_memory_of_the_stream_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that another stream has given back may be in use there still."""
+    block_copy = pytest.importorskip("workers.kv.links.block_copy", reason="triton is not installed")
+    empty, on = torch.empty, list[object]()
+    of: list[object] = []
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            pass
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, -1
+
+    @contextlib.contextmanager
+    def stream(which: object) -> Iterator[None]:
+        on.append(which)
+        yield
+        on.pop()
+
+    def made(*shape: int, **kind: Any) -> torch.Tensor:
+        of.append(on[-1] if on else None)
+        return empty(*shape, **kind)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch, "empty", made)
+    copying = block_copy.BlockCopy(torch.device("cpu"))
+    assert of == [copying.stream]
