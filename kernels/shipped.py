@@ -9,6 +9,7 @@ It may be read-only, and at another path than where it was filled.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from triton.runtime.cache import FileCacheManager
@@ -31,14 +32,18 @@ class ShippedCache(FileCacheManager):
         return found
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """A group lists the paths that its files had: of those shipped, only names count."""
-        listed = self._of_shipped(f"__grp__{filename}")
-        if listed is None:
-            found: dict[str, str] | None = super().get_group(filename)
-            return found
-        children = json.loads(Path(listed).read_text(encoding="utf-8"))["child_paths"]
-        paths = {name: self._of_shipped(name) for name in children}
-        return {name: path for name, path in paths.items() if path is not None}
+        """A group lists the paths that its files had: of those shipped, only names count. Where one of them is missing or
+        the list is broken, as after a copy that ended early, the kernel is none of those shipped."""
+        if self._shipped is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                listed = (self._shipped / f"__grp__{filename}").read_text(encoding="utf-8")
+                paths = {name: self._of_shipped(name) for name in json.loads(listed)["child_paths"]}
+                whole = {name: path for name, path in paths.items() if path is not None}
+                if whole and len(whole) == len(paths):
+                    return whole
+            self._shipped = None
+        found: dict[str, str] | None = super().get_group(filename)
+        return found
 
     def _of_shipped(self, filename: str) -> str | None:
         path = self._shipped / filename if self._shipped is not None else None
