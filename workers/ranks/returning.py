@@ -54,6 +54,11 @@ class Returning:
         work = self._context.receive(token_ids, self._context.layout.pp - 1)
         self._expected.append(_Draw(frozenset(rows), rows_there, token_ids, work))
 
+    @property
+    def expects(self) -> bool:
+        """Whether anything is on its way to here."""
+        return bool(self._expected)
+
     def collect(self, rows: Collection[int]) -> None:
         """Waits for what these rows drew, and with it for all that was drawn before, and gives it to its rows."""
         last = max((at for at, draw in enumerate(self._expected) if not draw.rows.isdisjoint(rows)), default=-1)

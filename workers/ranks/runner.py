@@ -218,7 +218,8 @@ class Runner:
         if self._passing is not None:  # the graph fills what that is being sent from
             self._passing[1].wait()
         if self._context.is_first_stage:
-            self._returning.collect(late_rows(plan))
+            if self._returning.expects:
+                self._returning.collect(late_rows(plan))
         else:
             self._context.receive(graphs.entering(inputs.num_rows), self._context.stage - 1).wait()
         leaving = graphs.replay(shape, inputs)

@@ -177,7 +177,7 @@ class Scheduler:
             batch.join_arrived()
             if batch.resume(now):
                 self._admission.admit(batch, now)
-            batch.prefill(others_wait=self._waits)
+            batch.prefill(others_wait=self.limits.num_micro_batches > 1 and self._waits)
             plan = batch.finish()
             if plan is not None or not self._running.break_deadlock():
                 return plan
