@@ -1,5 +1,6 @@
 """From routers' reports to what comes in: differences of their counters, which miss nothing when a report is lost."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class Meter:
         self._means = 0.0
         self._busy_at: float | None = None
         self._unheard_since: dict[str, float] = {}
+        self._cut = 0.0
+        self._cut_seconds = 0.0
 
     def look(self, reports: Mapping[str, RouterReport], now: float) -> float:
         """Takes the reports as they are now; returns how many requests arrived since the last look."""
@@ -106,6 +109,7 @@ class Meter:
         )
         while self._steps and self._steps[0].ended_at <= now - self._window_seconds:
             self._steps.popleft()
+        self._remember_cut(self._steps[-1])
         return new["arrivals"]
 
     def _miss(self, reports: Mapping[str, RouterReport], now: float) -> None:
@@ -159,20 +163,36 @@ class Meter:
 
     def _unburst_per_second(self) -> float | None:
         """Each look counts as what is usual for the window and chance on top, at most. A load that stays higher is usual
-        after half a window; until then what it piles up speaks for it."""
+        after half a window; until then what it piles up speaks for it. Bursts that come again and again are load: what was
+        cut off lately is added as the mean that it was."""
+        usual, seconds = self._usual(), sum(step.seconds for step in self._steps)
+        if usual is None:
+            return None
+        least = sum(min(step.arrivals, _most(usual, step.seconds)) for step in self._steps)
+        again = self._cut / max(self._cut_seconds, LENGTH_WINDOWS * self._window_seconds)
+        return float(min(least / seconds + again, sum(step.arrivals for step in self._steps) / seconds))
+
+    def _usual(self) -> float | None:
+        """Arrivals a second of a look of this window; None: so few come that no look stands out."""
         rates = [step.arrivals / step.seconds for step in self._steps]
         if len(rates) < MIN_LOOKS:
             return None
         usual = median_low(rates)
-        seconds = sum(step.seconds for step in self._steps)
-        if usual * seconds < MIN_ARRIVALS * len(rates):
-            return None
-        least = [
-            min(step.arrivals, usual * step.seconds + CHANCE * (usual * step.seconds) ** 0.5) for step in self._steps
-        ]
-        return float(sum(least) / seconds)
+        few = usual * sum(step.seconds for step in self._steps) < MIN_ARRIVALS * len(rates)
+        return None if few else usual
+
+    def _remember_cut(self, step: _Step) -> None:
+        keep, usual = 0.5 ** (step.seconds / (LENGTH_WINDOWS * self._window_seconds)), self._usual()
+        cut = max(step.arrivals - _most(usual, step.seconds), 0.0) if usual is not None else 0.0
+        self._cut = self._cut * keep + cut
+        self._cut_seconds = self._cut_seconds * keep + step.seconds
 
     def _gap_scv(self) -> float:
         """Variance over mean of arrivals in equal times: 1 of Poisson's, and what a queue feels of bursts."""
         found = self._squares / self._means if self._means > 100 else 1.0
         return min(SCV_STEPS, key=lambda step: abs(step - found))
+
+
+def _most(usual: float, seconds: float) -> float:
+    """Arrivals of so many seconds that chance alone may bring."""
+    return usual * seconds + CHANCE * math.sqrt(usual * seconds)

@@ -86,9 +86,24 @@ def test_a_burst_of_seconds_is_no_load_to_start_workers_for_and_a_rise_is() -> N
             look(meter, at, report(arrived[name]))
     seen = burst.traffic(190.0)
     assert seen.per_second == pytest.approx(700 / 6)
-    assert 100.0 <= seen.level <= 102.0
+    assert 100.0 <= seen.level <= 105.0
     assert rise.traffic(190.0).level > 130.0, "half of the window is like that"
     assert few.traffic(190.0).level == pytest.approx(0.5), "where hardly any come none of them is chance"
+
+
+def test_bursts_that_come_again_and_again_are_load() -> None:
+    """Cut off each time, three quarters of a load that came in every third look had no workers."""
+    meter, arrived = Meter(120.0), 0
+    for at in range(0, 1200, 30):
+        arrived += 600 + 4800 * (at % 90 == 0)
+        look(meter, at, report(arrived))
+    seen = meter.traffic(1170.0)
+    assert seen.per_second > 60.0
+    assert 50.0 < seen.level <= seen.per_second
+    for at in range(1200, 6000, 30):
+        arrived += 600
+        look(meter, at, report(arrived))
+    assert meter.traffic(5970.0).level == pytest.approx(20.0, rel=0.05), "and over when they are"
 
 
 def test_a_router_that_is_silent_with_requests_in_flight_is_missed_for_an_hour_and_one_that_ended_is_not() -> None:
