@@ -44,10 +44,10 @@ def decide(inputs: Inputs) -> Decision:
     past = _remember(inputs, found)
     fixed = {name: replace(pool, least=0, most=current[name].replicas) for name, pool in rules.pools.items()}
     plan = _plan(inputs, rules.pools, current, found, past)
-    advised = dict(plan.sizes)
+    advised = _not_fewer(inputs, plan.sizes) if inputs.traffic.unheard else dict(plan.sizes)
     if rules.mode == "external":
         plan = _plan(inputs, fixed, current, found, past, flips_alone=True)
-    memory = _next(inputs, plan, found, past)
+    memory = _next(inputs, plan, found, past, advised)
     pools = {name: plan.sizes[name] for name in current}
     kind = _kind(plan, current)
     notes = [*_evictions(inputs), *plan.notes]
@@ -106,10 +106,18 @@ def _without_reports(inputs: Inputs, current: Mapping[str, Size]) -> Decision:
     if inputs.rules.mode != "external":
         _roll_back(plan)
     found = Needs(reason="no router reports: nothing is known of the load, and nothing is taken away")
-    memory = _next(inputs, plan, found, inputs.memory.past)
+    advised = _not_fewer(inputs, plan.sizes)
+    memory = _next(inputs, plan, found, inputs.memory.past, advised)
     kind = _kind(plan, current)
     notes = _evictions(inputs)
-    return Decision(kind, "; ".join([*plan.steps, found.reason]), plan.sizes, plan.sizes, found, memory, tuple(notes))
+    return Decision(kind, "; ".join([*plan.steps, found.reason]), plan.sizes, advised, found, memory, tuple(notes))
+
+
+def _not_fewer(inputs: Inputs, sizes: Mapping[str, Size]) -> dict[str, Size]:
+    """Where others set sizes, at least what was advised last: who is not there just now (its pod starts again, its node
+    died) is still to be, while nobody knows the load; an HPA would take away what is not advised."""
+    last = inputs.memory.advised if inputs.rules.mode == "external" else {}
+    return {name: replace(size, replicas=max(size.replicas, last.get(name, 0))) for name, size in sizes.items()}
 
 
 def _roll_back(plan: Plan) -> None:
@@ -214,7 +222,7 @@ def _most(
     return most
 
 
-def _next(inputs: Inputs, plan: Plan, found: Needs, past: tuple[Past, ...]) -> Memory:
+def _next(inputs: Inputs, plan: Plan, found: Needs, past: tuple[Past, ...], advised: Mapping[str, Size]) -> Memory:
     memory, now = inputs.memory, inputs.now
     supplies = {role.value: plan.supply(role) for role in ROLES}
     boost, boosted_at, missing_since = memory.boost, memory.boosted_at, None
@@ -239,6 +247,7 @@ def _next(inputs: Inputs, plan: Plan, found: Needs, past: tuple[Past, ...]) -> M
         boosted_at,
         missing_since,
         accounted(inputs),
+        {name: size.replicas for name, size in advised.items()} if inputs.rules.mode == "external" else {},
     )
 
 

@@ -197,7 +197,7 @@ class Account:
 class Memory:
     """What one decision hands to the next. `boost`: by role, what the cost model underrates, by what requests got.
     `flipped_at`: by the role that a worker was flipped to. `missing_since`: since when targets are missed at every turn
-    though nothing is short; None: they are not."""
+    though nothing is short; None: they are not. `advised`: where others set sizes, replicas by pool."""
 
     past: tuple[Past, ...] = ()
     grown_at: Mapping[str, float] = field(default_factory=dict)
@@ -208,6 +208,7 @@ class Memory:
     boosted_at: float = 0.0
     missing_since: float | None = None
     account: Account = field(default_factory=Account)
+    advised: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

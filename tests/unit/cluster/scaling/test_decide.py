@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -233,6 +234,18 @@ def test_external_sizes_are_advised_and_roles_flipped() -> None:
     decision = world.turn(traffic(400.0, input_tokens=4000.0))
     assert [size.replicas for size in decision.pools.values()] == [6, 2]
     assert decision.advised["prefill"].replicas > 2
+
+
+@pytest.mark.parametrize("silent", [Traffic(), traffic(1.0, unheard=1)], ids=["all routers", "one of them"])
+def test_pods_that_start_again_while_routers_are_silent_are_still_advised(silent: Traffic) -> None:
+    """An HPA follows advice: it was what is there, so that each pod that was away for long was taken away for good."""
+    world = World(rules(mode="external", hold_seconds=60.0), {"decode": Size(5), "prefill": Size(3)})
+    before = {name: size.replicas for name, size in world.settle(traffic(250.0), hours=0.1).advised.items()}
+    assert min(before.values()) > 2
+    world.sizes = {"decode": Size(2), "prefill": Size(1)}
+    for _ in range(40):
+        assert {name: size.replicas for name, size in world.turn(silent).advised.items()} == before
+    assert world.turn(traffic(1.0)).advised["decode"].replicas <= 2, "until it is known that few come"
 
 
 def test_what_was_recorded_is_decided_again_the_same() -> None:
