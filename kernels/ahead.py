@@ -14,6 +14,7 @@ TRITON_CACHE_DIR as ever. Triton is told by two variables, before it is imported
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -129,7 +130,8 @@ def _launchers_unloaded() -> Iterator[None]:
     before = os.environ.get("TRITON_LIBCUDA_PATH")
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "libcuda.so.1")
-        command = [os.environ.get("CC", "cc"), "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, "-x", "c", "-"]
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"  # as Triton finds it
+        command = [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, "-x", "c", "-"]
         subprocess.run(command, input=b"", check=True)
         knobs.nvidia.libcuda_path = folder
         nvidia.libcuda_dirs.cache_clear()

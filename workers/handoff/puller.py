@@ -54,7 +54,7 @@ class Announced:
         self._num_blocks = expected.num_prompt_blocks
 
     def take(self, chunks: Sequence[ChunkDone]) -> ToRead:
-        """The chunks as one. TransferFailed when blocks are missing, twice, or too many."""
+        """The chunks as one. TransferFailed when blocks are missing, twice, or too many, or digests are of some alone."""
         first = self._next_block
         blocks: list[tuple[int, int]] = []
         for chunk in chunks:
@@ -66,6 +66,8 @@ class Announced:
         if self._next_block > self._num_blocks or (last and self._next_block < self._num_blocks):
             raise TransferFailed(f"{self._next_block} blocks were announced of {self._num_blocks}")
         digests = tuple(digest for chunk in chunks for digest in chunk.digests)
+        if digests and len(digests) != len(blocks):
+            raise TransferFailed(f"{len(digests)} digests were announced of {len(blocks)} blocks")
         return ToRead(first, tuple(blocks), last, max(chunk.after_step for chunk in chunks), digests)
 
 

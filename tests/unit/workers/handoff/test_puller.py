@@ -63,8 +63,15 @@ def test_announcements_in_order_become_one_read() -> None:
 
 @pytest.mark.parametrize(
     "chunks",
-    [[chunk(3, 1)], [chunk(0, 4)], [chunk(2, 2), chunk(2, 2)], [chunk(2, 6)], [chunk(2, 2, last=True)]],
-    ids=["hole", "already held", "twice", "too many", "too few"],
+    [
+        [chunk(3, 1)],
+        [chunk(0, 4)],
+        [chunk(2, 2), chunk(2, 2)],
+        [chunk(2, 6)],
+        [chunk(2, 2, last=True)],
+        [chunk(2, 2), replace(chunk(4, 1), digests=(b"digested",))],
+    ],
+    ids=["hole", "already held", "twice", "too many", "too few", "some digested"],
 )
 def test_announcements_that_do_not_add_up_fail_the_transfer(chunks: list[ChunkDone]) -> None:
     with pytest.raises(TransferFailed):
