@@ -1,13 +1,14 @@
 """What a plan stands on, what it does not know, and what in it deserves doubt: said beside its figures."""
 
 import math
+from dataclasses import replace
 
 from cluster.planning.asked import PlanAsked
-from cluster.planning.gpus import GpuType
+from cluster.planning.gpus import BASIS, BASIS_PRECISION
 from cluster.planning.options import HOURS_PER_MONTH, Option
 from cluster.planning.prediction import Prediction
 from cluster.planning.settle import Settled
-from cluster.planning.shapes import SERVED, ModelSpec
+from cluster.planning.shapes import SERVED, ModelSpec, Precision
 from cluster.planning.traffic import Traffic
 
 DOUBT = 0.15  # between predicted and simulated, from which on it is said
@@ -45,17 +46,32 @@ def as_ms(seconds: float) -> str:
     return f"{float(f'{seconds * 1e3:.2g}'):g}"
 
 
-def recorded(gpu: GpuType) -> str:
-    """How far simulations with this GPU's figures were from what such GPUs did, of runs that were kept."""
+def recorded(option: Option, model: ModelSpec, precision: Precision) -> str:
+    """How far simulations with this GPU's figures were from what such GPUs did, of runs that were kept; and what of this
+    plan none of them had."""
+    gpu = option.gpu
     if not gpu.record:
         return (
             f"{gpu.name}: no run of whole traffic was kept; how far simulated TTFT and TPOT are from real ones is open"
         )
     ttft, tpot, goodput = (f"{math.ceil(gpu.record[name] * 100):d} %" for name in ("ttft", "tpot", "goodput"))
-    return (
+    said = (
         f"{gpu.name}: of {gpu.record['runs']:.0f} runs of two GPUs with Llama-3.1-8B, to which nothing was fitted, TTFT "
         f"was simulated within {ttft}, TPOT within {tpot} (p50 and p90) and goodput within {goodput} (docs/planning.md)"
     )
+    layouts = {budget.layout for budget in (option.prefill_budget, option.decode_budget)}
+    other = [
+        *([model.name] if _layers(model) != _layers(BASIS) else []),
+        *sorted(f"tp {layout.tp}, pp {layout.pp}" for layout in layouts if layout.world_size > 1),
+        *([f"{precision.weights} with KV in {precision.kv}"] if precision != BASIS_PRECISION else []),
+        *([f"{option.num_gpus} GPUs"] if option.num_gpus > 2 else []),
+    ]
+    return f"{said}. No run was kept of {', '.join(other)}: how near this plan is remains open" if other else said
+
+
+def _layers(model: ModelSpec) -> ModelSpec:
+    """What its steps cost depends on."""
+    return replace(model, name="", source="", max_context_tokens=0)
 
 
 def unknowns(asked: PlanAsked, option: Option) -> list[str]:

@@ -64,7 +64,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "what_if": [asdict(one) for one in plan.what_ifs],
         "by_hour": plan.by_hour,
         "rooflines": [{**asdict(one), "bound": one.bound, "reached": one.reached} for one in plan.rooflines],
-        "record": recorded(plan.option.gpu),
+        "record": recorded(plan.option, plan.model, plan.asked.held),
         "assumptions": plan.assumptions,
         "unknowns": plan.unknowns,
         "warnings": plan.warnings,

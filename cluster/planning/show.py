@@ -31,7 +31,7 @@ def show(plan: Plan, console: Console) -> None:
         highlight=False,
     )
     console.print(_unsure(plan), highlight=False, markup=False)
-    console.print(recorded(option.gpu), highlight=False, markup=False)
+    console.print(recorded(option, plan.model, asked.held), highlight=False, markup=False)
     for warning in plan.warnings:
         console.print(f"! {warning}", highlight=False, markup=False, style="yellow")
     for title, table in tables(plan):

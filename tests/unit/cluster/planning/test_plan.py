@@ -14,6 +14,8 @@ from rich.console import Console
 
 from cluster.cli import cli
 from cluster.planning import asked, check, page, plan, plan_json, shapes, show
+from cluster.planning.caveats import recorded
+from cluster.planning.gpus import find
 from cluster.planning.load import Pools, Target, Worker
 from cluster.planning.outlook import break_even
 from cluster.planning.plan import Plan
@@ -25,6 +27,7 @@ from headrace.config import EngineConfig, PoolConfig
 from headrace.costmodel import CostModel
 from headrace.errors import ConfigError, HeadraceError
 from headrace.traces import TraceRow
+from headrace.values import ParallelLayout
 
 SAMPLE_TRACE = pathlib.Path(__file__).parents[4] / "examples" / "azure_sample.csv"
 EXAMPLE = pathlib.Path(__file__).parents[4] / "examples" / "plan.yaml"
@@ -132,6 +135,23 @@ def test_the_json_says_what_the_console_needs_and_where_figures_are_from(found: 
     assert found["assumptions"]
     assert "of 6 runs of two GPUs" in found["record"]
     assert found["unknowns"]
+
+
+def test_the_record_of_a_gpu_is_said_with_what_of_the_plan_it_does_not_cover(small: Plan) -> None:
+    option, held = replace(small.option, pools=Pools(1, 1)), small.asked.held
+    said = recorded(option, small.model, held)
+    assert said.endswith(
+        "TTFT was simulated within 10 %, TPOT within 4 % (p50 and p90) and goodput within 5 % (docs/planning.md)"
+    )
+    assert recorded(option, replace(small.model, name="mine", max_context_tokens=4096), held) == said
+    four = replace(option.decode_budget, layout=ParallelLayout(tp=4))
+    other = replace(option, pools=Pools(2, 1), decode_budget=four)
+    assert recorded(other, shapes.KNOWN["meta-llama/Llama-3.1-70B"], shapes.Precision("fp8")).removeprefix(said) == (
+        ". No run was kept of meta-llama/Llama-3.1-70B, tp 4, pp 1, fp8 with KV in bfloat16, 6 GPUs: how near this plan is "
+        "remains open"
+    )
+    unknown = recorded(replace(option, gpu=find("h100", 1.0)), small.model, held)
+    assert "no run of whole traffic was kept" in unknown
 
 
 def test_the_page_needs_nothing_else(found: dict[str, Any]) -> None:
