@@ -127,7 +127,12 @@ class Controller:
     async def _hear_notices(self) -> None:
         """Who lies on a node that is about to go is marked so, and again where it goes sooner than was said before: what
         follows is reconcile's."""
-        for (slot, generation), seconds in (await self._pools.notices()).items():
+        try:
+            notices = await self._pools.notices()
+        except Exception:
+            log.exception("nobody knows which nodes go: workers there end with them")
+            return
+        for (slot, generation), seconds in notices.items():
             worker = self._workers.get(slot)
             if worker is None or worker.seen.generation != generation:
                 continue

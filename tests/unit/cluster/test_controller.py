@@ -145,6 +145,17 @@ async def test_workers_of_a_node_that_goes_are_drained_and_start_elsewhere_meanw
     assert pools.happened.count("decode-0 starts") == 1, "two are desired, and two serve"
 
 
+async def test_ray_that_says_something_else_of_nodes_ends_no_controller(redis_url: str) -> None:
+    class Odd(Pools):
+        async def notices(self) -> dict[tuple[str, int], float]:
+            raise KeyError("bundles_to_node_id")
+
+    pools = Odd()
+    async with controlling(redis_url, pools) as (_, _, running):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        assert not running.done()
+
+
 async def test_a_node_that_goes_sooner_than_was_said_is_left_sooner(redis_url: str) -> None:
     pools, clock = Pools(), ManualClock()
     async with controlling(redis_url, pools, clock) as (controller, _, _):
