@@ -164,7 +164,8 @@ class Advisor:
         self._strangers = strangers
 
     async def _read_desired(self) -> Desired:
-        """As many as there are; of them lent as many as was decided last, or are by their own words."""
+        """As many as there are; of them lent as many as was decided last (never the last one of a pool that was to keep
+        some), or are by their own words."""
         before = await self._state.desired()
         lent_before = before or self._desired
         pools = {}
@@ -172,10 +173,10 @@ class Advisor:
             there = [w.seen for w in self._workers.values() if w.pool == name and w.seen.phase is Phase.READY]
             own = pool.worker_role
             if lent_before is not None and name in lent_before.pools:
-                lent = lent_before.pools[name].lent
+                lent = lent_before.pools[name].lent_of(len(there))
             else:
                 lent = sum(worker.role is own.other is not own for worker in there)
-            pools[name] = DesiredPool(own, len(there), pool.layout, min(lent, len(there)))
+            pools[name] = DesiredPool(own, len(there), pool.layout, lent)
         desired = Desired(pools)
         if before is None or before.pools != pools:
             await self._state.write_desired(desired)

@@ -43,6 +43,10 @@ class DesiredPool:
         """Ranks, on CPUs."""
         return self.replicas * self.layout.world_size
 
+    def lent_of(self, there: int) -> int:
+        """How many may be lent while only so many of the replicas are there: one stays, unless none was to."""
+        return min(self.lent, there if self.lent >= self.replicas else max(there - 1, 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Desired:
@@ -285,13 +289,14 @@ def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
 
 def _flips(kept: list[ObservedWorker], target: DesiredPool) -> Iterator[SetRole]:
     """Workers start in their pool's own role. Who is lent already stays so; others go by the highest index, and come back
-    by the lowest."""
+    by the lowest. While others of the pool are away (they start again), the last one is not lent, or comes back."""
     lent_role = target.role.other
     ready = sorted((worker for worker in kept if worker.phase is Phase.READY), key=lambda worker: worker.index)
+    number = target.lent_of(len(ready))
     lent = [worker for worker in ready if worker.role is lent_role and lent_role is not target.role]
-    staying = lent[max(len(lent) - target.lent, 0) :]
+    staying = lent[max(len(lent) - number, 0) :]
     own = [worker for worker in ready if worker not in lent]
-    going = own[max(len(own) - (target.lent - len(staying)), 0) :]
+    going = own[max(len(own) - (number - len(staying)), 0) :]
     for worker in ready:
         wanted = lent_role if worker in staying or worker in going else target.role
         if worker.role is not wanted:

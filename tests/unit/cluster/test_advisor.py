@@ -216,6 +216,19 @@ async def test_who_neither_answers_nor_holds_a_lease_is_gone(stage: Stage) -> No
     assert lent(await stage.state.desired())["prefill"] == (1, 0)
 
 
+async def test_the_last_worker_of_a_pool_is_not_lent_in_the_place_of_one_whose_pod_ended(stage: Stage) -> None:
+    await stage.state.write_desired(
+        Desired({"prefill": DesiredPool(Role.PREFILL, 2, lent=1), "decode": DesiredPool(Role.DECODE, 1)})
+    )
+    await stage.advisor.round()
+    assert stage.roles()["prefill-1"] == "decode"
+    await stage.servers["prefill-1"].stop(None)
+    await stage.store.call(lambda redis: redis.delete(stage.keys.lease(f"{PREFIX}prefill-1")))
+    await stage.advisor.round()
+    assert stage.roles()["prefill-0"] == "prefill"
+    assert lent(await stage.state.desired())["prefill"] == (1, 0)
+
+
 async def test_a_new_advisor_takes_lent_workers_as_they_are(stage: Stage) -> None:
     stage.workers["prefill-1"].info = replace(stage.workers["prefill-1"].info, role=Role.DECODE)
     await stage.advisor.round()

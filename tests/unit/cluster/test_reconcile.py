@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,6 +235,21 @@ def test_the_highest_workers_are_lent_and_the_lowest_of_them_come_back() -> None
     world.settle(lent)
     back = Desired({"decode": DesiredPool(Role.DECODE, 4, lent=1)})
     assert reconcile(back, world.observed, world.now) == [SetRole("decode-2", 1, Role.DECODE)]
+
+
+@pytest.mark.parametrize("dead", ["decode-0", "decode-1"])
+def test_the_last_worker_of_a_role_is_not_lent_while_another_starts_again(dead: str) -> None:
+    """The lent one died: the other was lent in its place, and nobody decoded for as long as a start takes."""
+    world = World()
+    desired = Desired({"decode": DesiredPool(Role.DECODE, 2, lent=1), "prefill": DesiredPool(Role.PREFILL, 1)})
+    world.settle(desired)
+    assert world.workers["decode-1"].role is Role.PREFILL
+    world.set_phase(dead, Phase.DEAD)
+    world.act(reconcile(desired, world.observed, world.now))
+    left = world.workers["decode-0" if dead == "decode-1" else "decode-1"]
+    assert left.role is Role.DECODE
+    world.settle(desired)
+    assert sorted(worker.role for worker in world.workers.values()) == ["decode", "prefill", "prefill"]
 
 
 def test_a_pool_that_shrinks_beside_lending_flips_nobody_that_it_need_not() -> None:
