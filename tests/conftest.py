@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +20,18 @@ PATHS = os.pathsep.join((str(ROOT), str(ROOT / "proto")))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PATHS, os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+LAST_SECONDS = 5.0
+
+
+def pytest_unconfigure() -> None:
+    """The interpreter's end aborts over a thread that comes out of a communication library meanwhile: links leave such
+    threads alone, and the exit code of tests that passed would be lost."""
+    deadline = time.monotonic() + LAST_SECONDS
+    for thread in threading.enumerate():
+        if thread.name.startswith("link-") and thread.name != "link-control":
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 @pytest.fixture

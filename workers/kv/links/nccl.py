@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,9 +82,8 @@ class NcclPair:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = FOR_EVER
                 group: Any = dist.ProcessGroupNCCL(pair.store, me, 2, options)
-            pair.closing.on_close(
-                lambda: threading.Thread(target=_abort, args=(group, self.staging), daemon=True).start()
-            )
+            abort = partial(_abort, group, self.staging)
+            pair.closing.on_close(lambda: threading.Thread(target=abort, name="link-abort", daemon=True).start())
             # NCCL forms a communicator with its first message, on which both ends wait.
             word = torch.zeros(1, dtype=torch.int32, device=device)
             first = group.send if me == SOURCE else group.recv
