@@ -75,9 +75,10 @@ bench-kernels:  ## each kernel against the card's own limits; the pull too where
 
 # What takes a GPU host longer than one call may: each part is done once, and the same command goes on where it was cut.
 GPU_DONE := .headrace/gpu-done
-MULTI_TESTS := tests/gpu/test_pair.py tests/gpu/test_link.py tests/gpu/test_sums.py tests/gpu/test_parallel.py tests/contract/test_kv_link.py
+MULTI_TESTS := $(addprefix tests/,$(addsuffix .py,gpu/test_pair gpu/test_link gpu/test_sums gpu/test_parallel gpu/test_deterministic \
+	gpu/test_profile contract/test_kv_link))
 
-gpu-test-multi: $(MULTI_TESTS:%=$(GPU_DONE)/%)  ## hand-off, links and parallel ranks on two CUDA devices, a file at a time; goes on where it was cut (make gpu-again begins anew)
+gpu-test-multi: $(MULTI_TESTS:%=$(GPU_DONE)/%)  ## hand-off, links and parallel ranks on two CUDA devices, their answers and profiles, a file at a time; goes on where it was cut (make gpu-again begins anew)
 
 $(MULTI_TESTS:%=$(GPU_DONE)/%): $(GPU_DONE)/%:
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q $*
