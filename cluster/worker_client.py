@@ -15,7 +15,14 @@ from workers.ranks.profiles import ProfiledStep, RankProfile
 CALL_SECONDS = 2.0
 TRACE_SECONDS = 120.0  # to begin, to end and to write a trace
 MAX_MESSAGE_BYTES = 2**30  # a trace of a thousand steps
-OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    (
+        "grpc.max_reconnect_backoff_ms",
+        2000,
+    ),  # channels stay open: a worker that starts for minutes was not asked for two more
+)
 
 
 @dataclass(frozen=True, slots=True)
