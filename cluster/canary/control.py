@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Canary:
-    """Owns what it last knew of the canary, and the deaths of workers that it has not counted yet. Only a controller that
-    leads calls turn()."""
+    """Owns what it last knew of the canary, for when Redis loses it, and the deaths of workers that it has not counted yet.
+    Only a controller that leads calls turn()."""
 
     def __init__(self, config: ClusterConfig, store: Store) -> None:
         self._config = config
@@ -42,21 +42,22 @@ class Canary:
             self._state = None
             self._deaths.clear()
             return
-        if self._evidence is None:
-            self._evidence = await self._redis.evidence()
-        evidence = self._evidence
+        # What stands there goes before what is remembered: another controller may have led meanwhile. And its workers are
+        # to stay, whatever becomes of this turn.
+        self._state = found.state or self._state
+        self._room = self._room_for(state, desired, workers)
+        evidence = await self._evidence_of(state)
         if state.phase.under_way:
             reports = await router_reports(self._store, self._config.name)
             evidence = heard(evidence, reports, now, state.canary, state.base)
         deaths = list(self._deaths)
-        room = self._room_for(state, desired, workers)
         seen = Seen(
             now,
             state,
             evidence,
             workers,
             [why for revision, why in deaths if revision == state.canary.revision],
-            room,
+            self._room,
             self._config.autoscaling.pending_seconds,
             clock,
             sum(pool.replicas for pool in desired.pools.values()),
@@ -66,7 +67,14 @@ class Canary:
         if await self._redis.commit(
             found, token, turned.state, split_of(seen, turned.state), turned.evidence, turned.events
         ):
-            self._take(turned, room, len(deaths))
+            self._take(turned, len(deaths))
+
+    async def _evidence_of(self, state: State) -> Evidence:
+        remembered = self._evidence
+        if remembered is not None and not state.phase.under_way:
+            return remembered  # nothing is added to it any more
+        kept = await self._redis.evidence()
+        return kept if kept.number or remembered is None else remembered
 
     async def _unlike(self, state: State) -> str:
         """Before it gets a share: routers render and tokenise once for all revisions."""
@@ -75,10 +83,10 @@ class Canary:
         leased = [one.info for one in await leased_workers(self._store, self._config.name)]
         return unlike(leased, state.canary.revision, state.base)
 
-    def _take(self, turned: Turned, room: int | None, num_deaths: int) -> None:
+    def _take(self, turned: Turned, num_deaths: int) -> None:
         for _ in range(num_deaths):
             self._deaths.popleft()
-        self._state, self._evidence, self._room = turned.state, turned.evidence, room
+        self._state, self._evidence = turned.state, turned.evidence
         for event in turned.events:
             its = event.state
             level = logging.WARNING if its.phase is Phase.ROLLED_BACK else logging.INFO

@@ -134,6 +134,39 @@ async def test_a_flushed_redis_is_written_anew_and_foreign_values_count_as_none(
         assert await its.turn() == state
 
 
+async def test_case_a_controller_whose_first_turn_comes_to_nothing_keeps_the_workers_of_the_canary(
+    redis_url: str,
+) -> None:
+    """One that began in mid-promotion took the canary's pools away, and its promoted workers back, for as long as its turn
+    failed or an operator was quicker."""
+    async with a_world(redis_url) as its:
+        state = await its.turn()
+        found = await its.redis.read()
+        event = (await its.redis.events())[-1]
+        assert await its.redis.ask(found, replace(state, phase=Phase.PROMOTING), event)
+        later = its.another()
+        await later.turn("it does not lead", DESIRED, (*OWN, CANARY), 0.0)
+        pools = later.applied(DESIRED).pools
+        assert set(pools) == {"decode", "canary"}
+        assert pools["decode"].revision == "v2"
+        assert later.num_gpus((*OWN, CANARY)) == 1
+
+
+async def test_case_a_controller_that_leads_again_goes_on_from_what_another_counted(redis_url: str) -> None:
+    async with a_world(redis_url) as its:
+        await its.turn()
+        first, its.canary = its.canary, its.another()
+        for look, number in ((1, 200), (2, 400)):
+            both = {"stable": counted(number), "v2": counted(number)}
+            await its.say(RouterReport("r", "", 0.0, canary=1, revisions=both))
+            await its.turn()
+            counted_by_another = await its.redis.evidence()
+            assert counted_by_another.look == look
+        its.canary = first
+        await its.turn()
+        assert await its.redis.evidence() == counted_by_another, "its looks, which the confidence is over, too"
+
+
 async def test_deaths_are_counted_once_and_survive_a_controller(redis_url: str) -> None:
     async with a_world(redis_url) as its:
         await its.turn()
