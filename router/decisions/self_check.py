@@ -1,9 +1,9 @@
 """When a worker's cache is to be proven, and what a proof showed. Pure.
 
 A new generation of a worker is asked the same new prompt twice. The first finds nothing; then its blocks are in the mirror
-by this router's own keys; so the second is promised whole, and the worker finds what was promised. Whoever does not is
-routed by load alone until a later check passes. That the worker was full, slow or away, or Redis was, shows nothing: it is
-tried again.
+by this router's own keys; so the second is promised whole, and the worker finds what was promised. Whoever does not, twice
+in a row, is routed by load alone until a later check passes. That the worker was full, slow or away, or Redis was, shows
+nothing: it is tried again.
 """
 
 import json
@@ -49,6 +49,11 @@ class Verdict:
         return f"{self.outcome}: {self.reason}" if self.reason is not None else str(self.outcome)
 
     @property
+    def may_be_chance(self) -> bool:
+        """Blocks that were evicted, and came again or never were seen, between two looks of the mirror look the same."""
+        return self.outcome is Outcome.FAILED and self.reason in (Reason.KEYS, Reason.CACHED_TOKENS)
+
+    @property
     def over(self) -> bool:
         """Nothing is left to find out of this generation."""
         return self.outcome in (Outcome.PASSED, Outcome.UNCACHED)
@@ -73,7 +78,9 @@ def judge(evidence: Evidence) -> Verdict:
         return Verdict(Outcome.FAILED, Reason.COLD_HIT)
     if not evidence.shown:
         if evidence.advanced:
-            return Verdict(Outcome.FAILED, Reason.KEYS)
+            # One that finds none of them itself may have evicted them again before anybody saw them.
+            its = (Outcome.FAILED, Reason.KEYS) if evidence.second_cached else (Outcome.UNDECIDED, Reason.EVICTED)
+            return Verdict(*its)
         if evidence.second_cached:
             return Verdict(Outcome.UNDECIDED, Reason.UNPUBLISHED)
         return Verdict(Outcome.UNCACHED)  # it keeps nothing, and says so: nothing is promised

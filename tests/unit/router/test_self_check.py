@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -21,7 +21,7 @@ from router.decisions.self_check import Checks, Outcome, Reason, Result, Verdict
 from router.decisions.truth import Fallback
 from router.decisions.view import View, class_of, worker_view
 from router.mailbox import Pacer
-from router.self_check import LOWEST_PRIORITY, NUM_BLOCKS, SelfCheck
+from router.self_check import LOOK_SECONDS, LOWEST_PRIORITY, NUM_BLOCKS, SelfCheck
 from router.sessions import Sessions
 from tests.null_worker import NullWorker
 from tests.unit.router.following import KEYS, Scene, scene
@@ -40,8 +40,10 @@ class Heard(Checks):
         super().__init__(0.01, 0.01)
         self.results: asyncio.Queue[Result] = asyncio.Queue()
         self.looked = asyncio.Event()
+        self.num_looks = 0
 
     def begin(self, now: float, ready: Callable[[str, bool], bool]) -> Iterator[tuple[str, int, int]]:
+        self.num_looks += 1
         yield from super().begin(now, ready)
         self.looked.set()
 
@@ -156,7 +158,8 @@ async def test_case_31_34_a_worker_that_names_its_blocks_otherwise_is_caught_and
 ) -> None:
     """Its probe in the hello is right, its events are not: of another block size or seed than it says."""
     async with checking(redis_url) as checked:
-        asked = await checked.serve(revision="other")
+        await checked.serve(revision="other")
+        asked = await checked.serve(revision="other")  # once may be chance
         assert await checked.checks.next() == Verdict(Outcome.FAILED, Reason.KEYS)
         await checked.publisher.store_blocks(checked.chain(asked[0]))
         while checked.scene.index.num_blocks("null") < 2 * NUM_BLOCKS:
@@ -176,7 +179,8 @@ async def test_a_worker_that_lies_of_its_cached_tokens_is_caught(
     redis_url: str, cached: tuple[int, int], reason: Reason
 ) -> None:
     async with checking(redis_url) as checked:
-        await checked.serve(cached)
+        for _ in range(1 if reason is Reason.COLD_HIT else 2):
+            await checked.serve(cached)
         assert await checked.checks.next() == Verdict(Outcome.FAILED, reason)
 
 
@@ -211,6 +215,46 @@ async def test_blocks_that_were_evicted_before_they_were_asked_for_prove_nothing
             await checked.scene.index.applied.wait()
         checked.answer(second, 0)
         assert await checked.checks.next() == Verdict(Outcome.UNDECIDED, Reason.EVICTED)
+
+
+async def test_case_blocks_that_were_evicted_and_came_again_unseen_are_no_failure(redis_url: str) -> None:
+    """In a cache under pressure: the mirror holds them before and after, and the worker computed them between."""
+    async with checking(redis_url) as checked:
+        await checked.serve((0, 0))
+        await checked.serve()
+        assert await checked.checks.next() == PASSED
+
+
+async def test_case_a_worker_that_says_what_cannot_be_ends_no_router(redis_url: str) -> None:
+    async with checking(redis_url, reports=False) as checked:
+        session = checked.sessions.find("null")
+        assert session is not None
+        session.info = replace(session.info, capacity=replace(session.info.capacity, vocab_size=0))
+        checked.worker.report(Load())
+        assert await checked.checks.next() == Verdict(Outcome.UNDECIDED, Reason.REFUSED)
+        assert checked.worker.submits.empty()
+
+
+async def test_case_reports_of_workers_that_cannot_be_checked_yet_are_not_each_looked_at(redis_url: str) -> None:
+    """A thousand workers report 2,000 times a second: where Redis is away none can be checked, and each look is at all."""
+    async with checking(redis_url, reports=False) as checked:
+        session = checked.sessions.find("null")
+        assert session is not None
+        busy = Load(num_waiting=1, waiting_prefill_tokens=500)
+        checked.worker.report(busy)
+        while session.report is None:
+            checked.checks.looked.clear()
+            await asyncio.wait_for(checked.checks.looked.wait(), 20)
+        heard = asyncio.Event()
+        checked.sessions.listen(lambda worker_id: heard.set())
+        before, began = checked.checks.num_looks, SystemClock().now()
+        for number in range(1, 200):
+            checked.worker.report(replace(busy, num_waiting=number))
+        while session.report.total.num_waiting < 199:
+            heard.clear()
+            await asyncio.wait_for(heard.wait(), 20)
+        seconds = SystemClock().now() - began
+        assert checked.checks.num_looks - before <= seconds / LOOK_SECONDS + 2
 
 
 async def test_a_worker_is_asked_once_it_takes_requests_and_has_nothing_else_to_do(redis_url: str) -> None:
