@@ -1,6 +1,7 @@
 """Among whose workers a request runs: those of what serves, or a canary's. What is decided is decided in
 `decisions.revisions`; here flights are moved, and it is counted."""
 
+from headrace.errors import Draining, HeadraceError, Overloaded
 from router import measures
 from router.decisions.revisions import Diverted, Revisions
 from router.decisions.view import View, Views
@@ -51,11 +52,14 @@ class Lanes:
         if self._revisions.is_beside(flight.revision) and not self._revisions.base_is_gone(self._views.view()):
             self._divert(flight, self._revisions.split.base, Diverted.NO_ROOM)
 
-    def given_up(self, flight: Flight) -> None:
-        """Its worker gave it up: a canary has one try."""
+    def given_up(self, flight: Flight, error: HeadraceError) -> None:
+        """Its worker gave it up: a canary has one try. One that is full, by what other routers placed there, or drains has
+        no room, as a router that knew it would have found: that is no failure, nor is it one of what serves."""
         if self._revisions.is_beside(flight.revision):
-            flight.given_up_by = flight.revision
-            self._divert(flight, self._revisions.split.base, Diverted.FAILED)
+            full = isinstance(error, Overloaded | Draining)
+            if not full:
+                flight.given_up_by = flight.revision
+            self._divert(flight, self._revisions.split.base, Diverted.NO_ROOM if full else Diverted.FAILED)
 
     def nobody(self, flight: Flight) -> bool:
         """None of its revision's workers can take it; whether another's may."""

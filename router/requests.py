@@ -314,7 +314,7 @@ class Requests:
                 measures.FALLBACKS.labels(error.type).inc()
                 flight.key = mailbox.key = key
                 flight.excluded = excluded
-                self._lanes.given_up(flight)
+                self._lanes.given_up(flight, error)
                 self._submit(flight, mailbox)
 
     def _prefill_again(self, flight: Flight, mailbox: Mailbox[list[Piece]], prefill: str, error: HeadraceError) -> None:

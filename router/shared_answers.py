@@ -22,7 +22,7 @@ from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
 from router.explanations import Explanation, Recent
-from router.flight import Job, Piece
+from router.flight import Job, Piece, Served
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class _Run:
     """One computation and what it has said so far. `news` is set, and replaced, with every piece and at the end."""
 
     request_id: str
+    served: Served
     pieces: list[Piece] = field(default_factory=list)
     num_listeners: int = 0
     done: bool = False
@@ -137,12 +138,12 @@ class SharedAnswers:
                     yield piece
 
     def _begin(self, line: Line, job: Job, tenant: Tenant) -> _Run:
-        run = _Run(job.request_id)
+        run = _Run(job.request_id, Served())
         if tenant.coalesce:
             self._runs[line] = run
         # Its own client's deadline is not that of the others, so the computation has none but the configured one; where it
         # would wait beyond the former it is refused as it comes, before there are others.
-        shared = replace(job, seconds_left=None, turn_seconds_left=job.seconds_left)
+        shared = replace(job, seconds_left=None, turn_seconds_left=job.seconds_left, served=run.served)
         run.task = self._group.create_task(self._compute(line, run, shared, tenant))
         return run
 
@@ -177,6 +178,8 @@ class SharedAnswers:
             while True:
                 while num_heard < len(run.pieces):
                     num_heard += 1
+                    if job.served is not None:
+                        job.served.revision = run.served.revision
                     yield run.pieces[num_heard - 1]
                 if run.done:
                     break

@@ -32,6 +32,7 @@ class Tally:
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
     canary: int = 0
+    canary_at: float = 0.0  # when the last counted one of it began
     revisions: dict[str, RevisionCounts] = field(default_factory=dict)
 
     def arrived(self, job: Job) -> None:
@@ -63,9 +64,11 @@ class Tally:
         """Once a request, while there is a canary. What one revision gave up and another answered is the former's failure,
         and its time is neither's."""
         if flight.canary != self.canary:
-            if flight.canary < self.canary:
+            # By time and not by number: those begin anew where Redis was flushed.
+            if flight.marks.began < self.canary_at:
                 return
             self.canary, self.revisions = flight.canary, {}
+        self.canary_at = max(self.canary_at, flight.marks.began)
         name = flight.given_up_by or flight.revision
         verdict = flight.verdict(now)
         counts = RevisionCounts(ended=1, failed=int(bool(flight.given_up_by) or verdict == "failed"))

@@ -96,12 +96,16 @@ class Revisions:
         return split.percent > 0 and _reach(self.only(view, split.base)) < 0 <= _reach(self.only(view, split.canary))
 
     def only(self, view: View, revision: str) -> View:
-        """The workers of that revision; kept until the view is another one."""
+        """The workers of that revision; kept until the view is another one. All who are not the canary's serve beside it:
+        as one canary begins while the last one's workers are still replaced, these are neither's and go on."""
         if view is not self._of:
             self._of, self._views = view, {}
         its = self._views.get(revision)
         if its is None:
-            its = View(tuple([worker for worker in view.workers if worker.info.revision == revision]))
+            base, canary = revision == self._split.base, self._split.canary
+            its = View(
+                tuple([w for w in view.workers if (w.info.revision != canary if base else w.info.revision == revision)])
+            )
             self._views[revision] = its
         return its
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace import metrics
-from headrace.errors import NoWorkers, Overloaded, WorkerLost
+from headrace.errors import Draining, HeadraceError, NoWorkers, Overloaded, WorkerLost
 from headrace.reports import RevisionCounts
 from headrace.revisions import Split
 from headrace.values import FinishReason, Role, Timeline, Usage
@@ -69,12 +69,42 @@ async def test_what_a_canary_gives_up_is_answered_by_what_serves_and_is_the_cana
     async with two() as (on, stable, canary, _):
         before = diverted("failed")
         task, request = await begin(on, canary, max_tokens=1)
-        canary.reject(request.key, Overloaded("no"))
+        canary.reject(request.key, WorkerLost("it computes no more"))
         again = await stable.submits.get()
         stable.emit(again.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10, 1), timeline=Timeline())
         assert (await task)[-1].timeline.revision == "stable"  # type: ignore[union-attr]
         assert on.requests.report().revisions == {"v2": RevisionCounts(ended=1, failed=1)}
         assert diverted("failed") == before + 1
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Draining("its node is taken away")])
+async def test_case_a_canary_that_is_full_or_drains_has_no_room_and_did_not_fail(error: HeadraceError) -> None:
+    """Eight routers place on one worker: what its queue refuses was the canary's failure, and ended it."""
+    async with two() as (on, stable, canary, _):
+        before = diverted("no_room")
+        task, request = await begin(on, canary, max_tokens=1)
+        canary.reject(request.key, error)
+        again = await stable.submits.get()
+        stable.emit(again.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10, 1), timeline=Timeline())
+        await task
+        assert diverted("no_room") == before + 1
+        assert {name: its.failed for name, its in on.requests.report().revisions.items()} == {"stable": 0}
+
+
+async def test_case_canaries_that_are_numbered_anew_are_counted_too() -> None:
+    """Where Redis was flushed: routers counted none of a lower number than they had known, so that nobody judged it."""
+    async with two(replace(ALL, number=5)) as (on, _, canary, revisions):
+        late, slow = await begin(on, canary, max_tokens=1)
+        for number in (5, 1):
+            revisions.told(replace(ALL, number=number), on.clock.now())
+            task, request = await begin(on, canary, max_tokens=1)
+            canary.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10, 1), timeline=Timeline())
+            await task
+            report = on.requests.report()
+            assert (report.canary, report.revisions["v2"].ended) == (number, 1)
+        canary.emit(slow.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10, 1), timeline=Timeline())
+        await late
+        assert on.requests.report().revisions["v2"].ended == 1, "it was of the one before"
 
 
 async def test_a_canary_that_dies_fails_nobody_before_his_first_token() -> None:

@@ -11,11 +11,13 @@ from prometheus_client import REGISTRY
 from headrace import metrics
 from headrace.clock import ManualClock
 from headrace.errors import DeadlineExceeded, Draining, InternalError, Overloaded, QuotaExceeded
+from headrace.revisions import Split
 from headrace.values import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
+from router.decisions.revisions import Revisions
 from router.decisions.tenants import Tenancy, Tenant
-from router.flight import Job, Piece
+from router.flight import Job, Piece, Served
 from router.shared_answers import SharedAnswers
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage
@@ -48,12 +50,12 @@ class On:
 
 
 @asynccontextmanager
-async def shared(**options: Any) -> AsyncIterator[On]:
+async def shared(*, revisions: Revisions | None = None, **options: Any) -> AsyncIterator[On]:
     tenancy = Tenancy({tenant.name: tenant for tenant in TENANTS})
     clock = ManualClock(50.0)
     async with (
         NullWorker() as worker,
-        stage(worker, tenancy=tenancy, quotas=Quotas(TENANTS)) as on,
+        stage(worker, tenancy=tenancy, quotas=Quotas(TENANTS), revisions=revisions) as on,
         asyncio.TaskGroup() as group,
     ):
         yield On(on, worker, SharedAnswers(on.requests, tenancy, clock, group, **options), clock)
@@ -89,6 +91,18 @@ async def test_equal_requests_in_flight_are_computed_once_and_all_hear_everythin
         explanation = on.answers.why("b")
         assert explanation is not None
         assert explanation.request_id == "a"
+
+
+async def test_case_whoever_hears_another_ones_answer_is_told_whose_it_is_too() -> None:
+    revisions = Revisions()
+    async with shared(revisions=revisions) as on:
+        revisions.told(Split(number=1, canary="v2", percent=0.0), on.stage.clock.now())
+        served = [Served(), Served()]
+        asking = [on.ask(asked(f"r{number}", COALESCE, served=its)) for number, its in enumerate(served)]
+        on.finish(await on.submitted())
+        await asyncio.gather(*asking)
+        assert on.worker.submits.empty()
+        assert [its.revision for its in served] == ["stable", "stable"]
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,13 @@ def test_a_canary_with_a_share_takes_all_where_nothing_else_is_left_and_one_with
     assert told(replace(HALF, percent=0.0)).elsewhere("stable") is None
     assert told(replace(HALF, percent=0.0)).elsewhere("v2") == ("stable", Diverted.NO_WORKER)
     assert told(Split(number=2)).elsewhere("v2") == ("stable", Diverted.NO_WORKER), "in flight as it was forgotten"
+
+
+def test_case_workers_of_the_canary_before_serve_until_they_are_replaced() -> None:
+    """Whoever began a canary right after a promoted one was aborted had no worker left, and answered nobody."""
+    left = View((worker("old", "v1"), worker("c", "v2")))
+    for split in (HALF, replace(HALF, percent=0.0)):
+        revisions = told(split)
+        assert not revisions.base_is_gone(left)
+        assert [w.worker_id for w in revisions.serving(left).workers] == ["old"]
+        assert [w.worker_id for w in revisions.only(left, "v2").workers] == ["c"]
