@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cluster.leased import Leased, leased_workers
 from cluster.planning.load import Worker
 from cluster.reconcile import Desired, ObservedWorker, Phase
-from cluster.router_reports import router_reports
+from cluster.router_reports import ended_routers, router_reports
 from cluster.scaling.decide import changes, decide
 from cluster.scaling.forecast import History
 from cluster.scaling.observe import Member, observe
@@ -113,7 +113,7 @@ class Autoscaler:
     async def _look(self, history: History, now: float) -> bool:
         """Counts what arrived; whether a stretch of the history is complete."""
         reports = await router_reports(self._store, self._cluster)
-        arrived = self._meter.look(reports, now)
+        arrived = self._meter.look(reports, now, await ended_routers(self._store, self._cluster))
         seconds = now - self._looked_at if self._looked_at is not None and reports else 0.0
         self._looked_at = now
         return history.add(arrived, seconds, now)

@@ -5,11 +5,13 @@ and a round that Redis does not take is left out: the next one says more.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -22,10 +24,11 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0
 KEEP_SECONDS = 10
+ENDED_SECONDS = 2 * 3600  # longer than anybody who fell silent is missed for
 
 
 class Reports:
-    """Writes what `report` says, until its run() is cancelled."""
+    """Writes what `report` says, until its run() is cancelled; then that this router ended in order."""
 
     def __init__(self, store: Store, keys: Keys, report: Callable[[], RouterReport], http_address: str) -> None:
         self._store = store
@@ -35,9 +38,24 @@ class Reports:
         self._failing = False
 
     async def run(self) -> None:
-        while True:
-            await self.write()
-            await asyncio.sleep(REPORT_SECONDS)
+        try:
+            while True:
+                await self.write()
+                await asyncio.sleep(REPORT_SECONDS)
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        """A report is seen at looks that are further apart than a drain may last: the last one seen had requests in
+        flight."""
+        key, router_id = self._keys.ended_routers, self._report().router_id
+
+        async def note(redis: Any) -> None:
+            await redis.sadd(key, router_id)
+            await redis.expire(key, ENDED_SECONDS)
+
+        with contextlib.suppress(Unavailable, RedisError, ConfigError):  # it is missed for a while, and no more
+            await self._store.call(note)
 
     async def write(self) -> None:
         report = replace(self._report(), http_address=self._http_address)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -56,8 +56,9 @@ class Meter:
         self._cut = 0.0
         self._cut_seconds = 0.0
 
-    def look(self, reports: Mapping[str, RouterReport], now: float) -> float:
-        """Takes the reports as they are now; returns how many requests arrived since the last look."""
+    def look(self, reports: Mapping[str, RouterReport], now: float, ended: Set[str] = frozenset()) -> float:
+        """Takes the reports as they are now; returns how many requests arrived since the last look. `ended`: routers that
+        ended in order."""
         seconds = now - self._looked_at if self._looked_at is not None else 0.0
         if seconds < 0:  # the clock was set back: what is later than now is of no window
             self._steps.clear()
@@ -89,7 +90,7 @@ class Meter:
             self._last[name] = report
         while len(self._last) > max(MOST_ROUTERS, len(reports)):
             del self._last[next(iter(self._last))]
-        self._miss(reports, now)
+        self._miss(reports, now, ended)
         self._present = reports
         self._looked_at = now
         if seconds < MIN_STEP_SECONDS:
@@ -112,13 +113,13 @@ class Meter:
         self._remember_cut(self._steps[-1])
         return new["arrivals"]
 
-    def _miss(self, reports: Mapping[str, RouterReport], now: float) -> None:
-        """Who ends in order has answered everybody before; who had requests in flight died, or cannot reach Redis."""
+    def _miss(self, reports: Mapping[str, RouterReport], now: float, ended: Set[str]) -> None:
+        """Who is not heard any more, had requests in flight and has not said that it ends died, or cannot reach Redis."""
         gone = [name for name, last in self._present.items() if name not in reports and (last.in_flight or last.queued)]
         self._unheard_since = {
             name: since
             for name, since in {**dict.fromkeys(gone, now), **self._unheard_since}.items()
-            if name not in reports and 0 <= now - since < UNHEARD_SECONDS
+            if name not in reports and name not in ended and 0 <= now - since < UNHEARD_SECONDS
         }
 
     def _learn(self, new: Mapping[str, float], counts: Mapping[str, int], seconds: float, *, whole: bool) -> None:

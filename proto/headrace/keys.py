@@ -72,6 +72,11 @@ class Keys:
         return f"hr:{self.cluster}:router:*"
 
     @property
+    def ended_routers(self) -> str:
+        """The set of routers that ended in order: whoever had requests in flight then is not missed."""
+        return f"hr:{self.cluster}:ended_routers"
+
+    @property
     def leader(self) -> str:
         return f"hr:{self.cluster}:leader"
 

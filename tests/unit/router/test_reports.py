@@ -1,9 +1,11 @@
 """Reports reach Redis, where whoever wants all of them reads them; a Redis that does not take one ends nothing."""
 
+import asyncio
+
 import pytest
 from redis.exceptions import ResponseError
 
-from cluster.router_reports import router_reports
+from cluster.router_reports import ended_routers, router_reports
 from headrace.keys import Keys
 from headrace.reports import RouterReport
 from headrace.store import connect
@@ -24,6 +26,28 @@ async def test_reports_of_all_routers_are_read_and_other_values_passed_over(redi
         }
         assert 0 < await store.call(lambda redis: redis.ttl(keys.router("a"))) <= 10
     finally:
+        await store.close()
+
+
+async def test_a_router_that_ends_in_order_says_so(redis_url: str) -> None:
+    """Looks of an autoscaler are 15 s apart, a report is there for 10: a router that was busy at the last look and drained
+    since was missed for an hour, in which nothing was taken away."""
+    store, keys = connect(redis_url, 2.0), Keys("ends")
+    asked = asyncio.Event()
+
+    def report() -> RouterReport:
+        asked.set()
+        return RouterReport("a", "", 1.0, in_flight=3)
+
+    try:
+        writes = asyncio.create_task(Reports(store, keys, report, "").run())
+        await asked.wait()
+        assert await ended_routers(store, "ends") == frozenset()
+        writes.cancel()
+        await asyncio.wait([writes])
+        assert await ended_routers(store, "ends") == {"a"}
+    finally:
+        await store.call(lambda redis: redis.delete(keys.ended_routers, keys.router("a")))
         await store.close()
 
 

@@ -113,6 +113,12 @@ def test_a_router_that_is_silent_with_requests_in_flight_is_missed_for_an_hour_a
     for at in range(20, 3610, 10):
         look(meter, at, report(at))
     assert meter.traffic(3600.0).unheard == 1
+    busy = Meter(60.0)
+    look(busy, 0.0, report(5, "ended", in_flight=3), report(5, "killed", in_flight=3))
+    busy.look({}, 15.0, {"ended"})
+    assert busy.traffic(15.0).unheard == 1, "one had requests in flight at the last look, and drained since"
+    busy.look({}, 30.0, {"ended", "killed"})
+    assert busy.traffic(30.0).unheard == 0
     back = Meter(60.0)
     look(back, 0.0, report(0, "cut off", in_flight=3))
     look(back, 10.0)
