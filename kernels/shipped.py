@@ -19,10 +19,14 @@ class ShippedCache(FileCacheManager):
     """One key's files. Nothing is written into what is shipped; a key is wholly of one place."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-        super().__init__(key, override, dump)
         folder = os.environ.get("HEADRACE_KERNELS", "")
         here = Path(folder) / key if folder else None
         self._shipped = here if here is not None and here.is_dir() else None
+        try:
+            super().__init__(key, override, dump)
+        except OSError:  # it makes a folder for what may have to be compiled, which of this key is nothing
+            if self._shipped is None:
+                raise
 
     def has_file(self, filename: str) -> bool:
         return self._of_shipped(filename) is not None or bool(super().has_file(filename))

@@ -49,3 +49,15 @@ def test_a_kernel_that_lacks_a_file_is_compiled_instead(shipped: pathlib.Path) -
         (own / name).write_text("{}")
     (own / LIST).write_text(json.dumps({"child_paths": {name: str(own / name) for name in FILES}}))
     assert group() == {name: str(own / name) for name in FILES}
+
+
+def test_what_is_shipped_needs_no_folder_that_may_be_written(
+    shipped: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """A read-only root file system, and no volume: only what would have to be compiled fails."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert group() == {name: str(shipped / name) for name in FILES}
+    monkeypatch.setenv("HEADRACE_KERNELS", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match="file"):
+        group()
