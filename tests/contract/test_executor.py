@@ -133,15 +133,6 @@ def test_plans_are_carried_out_in_order_one_more_in_flight_than_stages(
     assert all(result.seconds > 0 for result in results)
 
 
-def test_a_plan_more_in_flight_is_refused(workers: Workers) -> None:
-    worker = workers[ParallelLayout(2, 2)][0]
-    long = [worker.executor.step(worker.plan(range(128), tuple(range(16)))) for _ in range(3)]
-    with pytest.raises(ValueError, match="at most 3 steps"):
-        worker.executor.step(worker.plan(range(1), (0,)))
-    for future in long:
-        future.result(20)
-
-
 def test_digests_are_equal_for_equal_content_whatever_the_layout(workers: Workers) -> None:
     blocks = (3, 5)
     seen = set()

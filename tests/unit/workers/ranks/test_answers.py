@@ -24,6 +24,17 @@ def test_a_step_is_done_when_every_rank_has_done_it_and_took_as_long_as_the_slow
     assert future.result().ahead_seconds == -0.1, "on the rank that launched it last"
 
 
+def test_a_step_more_in_flight_than_may_be_is_refused_until_one_is_done() -> None:
+    answers = two_ranks()
+    for number in (1, 2):
+        answers.begin_step(number, 0.0)
+    with pytest.raises(ValueError, match="at most 2 steps"):
+        answers.begin_step(3, 0.0)
+    for rank in (0, 1):
+        answers.stepped(rank, Stepped(1, RESULT, 0.5), 1.0)
+    answers.begin_step(3, 1.0)
+
+
 def test_a_step_that_nobody_has_a_result_of_is_an_error_for_the_worker_and_for_who_waits() -> None:
     answers = two_ranks()
     future = answers.begin_step(1, 0.0)
