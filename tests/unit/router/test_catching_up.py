@@ -28,7 +28,7 @@ class ByHand:
 
 async def starting(url: str, *routers: str) -> tuple[CatchingUp, Mirror, ByHand]:
     """A router "t" beside those that report to Redis."""
-    store, mirror, clock = stores.connect(url, budget_seconds=0.5), Mirror(), ByHand()
+    store, mirror, clock = stores.connect(url, budget_seconds=10.0), Mirror(), ByHand()
     try:
         if routers:
             await store.call(lambda redis: redis.flushall())
