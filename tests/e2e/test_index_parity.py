@@ -97,7 +97,10 @@ async def test_case_31_workers_of_two_block_sizes_are_each_matched_by_their_own_
         changed = asyncio.Event()
         core.sessions.listen(lambda worker_id: changed.set())
         async with asyncio.timeout(30):
-            while any(core.index.num_blocks(name) < 40 // size for name, size in sizes.items()):
+            while any(
+                core.sessions.find(name) is None or core.index.num_blocks(name) < 40 // size
+                for name, size in sizes.items()
+            ):
                 changed.clear()
                 await changed.wait()
         asked = replace(job("same", max_tokens=1), prompt_token_ids=prompt)

@@ -199,7 +199,7 @@ async def test_a_killed_rank_costs_its_worker_and_a_node_that_is_taken_away_no_r
                     break
 
         async with under(Load(cluster), 4, 45, NUM_TOKENS):
-            notice = await asyncio.to_thread(drain_node_of, "decode-0", 1, 60.0)
+            notice = await asyncio.to_thread(drain_node_of, "decode-0", 1, 120.0)
             after = await until(cluster, lambda seen: all_ready(seen) and "decode-1" in generations(seen))
         assert notice
         assert generations(after) == {"prefill-0": 2, "decode-1": 1}
@@ -209,9 +209,13 @@ async def test_a_killed_rank_costs_its_worker_and_a_node_that_is_taken_away_no_r
 
 def drain_node_of(worker_id: str, generation: int, seconds: float) -> bool:
     """As whoever hears of a preemption tells Ray; whether it took that for granted."""
-    groups = ray.util.placement_group_table().values()
     name = f"{namespace('e2e')}:{actor_name(worker_id, generation, 0)}"
-    (node,) = {node for group in groups if group["name"] == name for node in group["bundles_to_node_id"].values()}
+    (group,) = [
+        one
+        for one in ray.util.placement_group_table().values()
+        if one["name"] == name and one["state"] == "CREATED"  # the table keeps those of earlier clusters too
+    ]
+    (node,) = set(group["bundles_to_node_id"].values())
     head = GcsClient(address=ray.get_runtime_context().gcs_address)
     taken, _ = head.drain_node(
         node, autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, "a spot notice", int((time.time() + seconds) * 1000)
