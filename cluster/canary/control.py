@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.canary.decide import Seen, Turned, split_of, turn, with_canary
-from cluster.canary.evidence import heard
+from cluster.canary.evidence import fresh, heard
 from cluster.canary.store import CanaryState, Found
 from cluster.canary.values import Evidence, Phase, State, written
 from cluster.leased import leased_workers
@@ -49,6 +49,8 @@ class Canary:
         evidence = await self._evidence_of(state)
         if state.phase.under_way:
             reports = await router_reports(self._store, self._config.name)
+            if evidence.number != state.number:
+                evidence = fresh(state.number, reports, now, state.percent)
             evidence = heard(evidence, reports, now, state.canary, state.base)
         deaths = list(self._deaths)
         seen = Seen(

@@ -36,6 +36,13 @@ def heard(
     return replace(evidence, sides=sides, last=last)
 
 
+def fresh(number: int, reports: Mapping[str, RouterReport], now: float, percent: float) -> Evidence:
+    """Of a canary that begins. What routers say of its number already is of another one's time: where Redis was flushed,
+    numbers begin anew."""
+    before = {name: report.revisions for name, report in reports.items() if report.canary == number}
+    return Evidence(number, now, percent, last=before)
+
+
 def begun(evidence: Evidence, now: float, percent: float | None = None) -> Evidence:
     """A new window. How often was looked goes on: the confidence is over all of them."""
     share = evidence.percent if percent is None else percent

@@ -20,7 +20,7 @@ from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, Engi
 from headrace.errors import WorkerLost
 from headrace.keys import Keys
 from headrace.leases import lease_fields
-from headrace.reports import RouterReport, encode_report
+from headrace.reports import RevisionCounts, RouterReport, encode_report
 from headrace.revisions import Split, decode_split
 from headrace.store import Store, connect
 from headrace.values import Role
@@ -165,6 +165,22 @@ async def test_case_a_controller_that_leads_again_goes_on_from_what_another_coun
         its.canary = first
         await its.turn()
         assert await its.redis.evidence() == counted_by_another, "its looks, which the confidence is over, too"
+
+
+async def test_case_what_was_counted_of_a_canary_before_redis_was_flushed_is_not_of_the_one_after(
+    redis_url: str,
+) -> None:
+    """Both have the number 1, where its controller was lost with it: the new one was ended by what the old one had done."""
+    async with a_world(redis_url) as its:
+        old = {"stable": counted(500), "v2": counted(400, ttft=1.0, seed=1)}
+        await its.say(RouterReport("r", "", 0.0, canary=1, revisions=old))
+        assert (await its.turn()).phase is Phase.LIVE
+        assert (await its.turn()).phase is Phase.LIVE
+        assert (await its.redis.evidence()).sides.get("v2", RevisionCounts()).ended == 0
+        more = {name: counts.plus(counted(10)) for name, counts in old.items()}
+        await its.say(RouterReport("r", "", 1.0, canary=1, revisions=more))
+        await its.turn()
+        assert (await its.redis.evidence()).of("v2").ended == 10
 
 
 async def test_deaths_are_counted_once_and_survive_a_controller(redis_url: str) -> None:
