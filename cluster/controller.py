@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
 HEALTH_SECONDS = 2.0
 SILENT_SECONDS = 30.0
-SETTLE_SECONDS = 1.0
 LEAVE_SECONDS = 3.0  # between the end of a drain and that of the node: to end in order
 
 
@@ -362,8 +361,6 @@ class Controller:
             with contextlib.suppress(WorkerLost, InternalError):  # whoever is gone has no more to finish
                 async with WorkerClient(worker.addresses.service) as client:
                     await client.drain(seconds)
-            # What was sent by then is still to be read, and what was on its way is refused, not cut off.
-            await asyncio.sleep(SETTLE_SECONDS)
         await self._pools.drain(worker.seen.worker_id, worker.seen.generation)
         if worker.seen.phase is Phase.DRAINING:
             worker.enter(Phase.DRAINED, self._clock.now(), why)

@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
-from headrace.config import ClusterConfig, TenantConfig
+from headrace.config import ClusterConfig
+from headrace.config_tenants import TenantConfig
 from headrace.errors import ConfigError, Unauthenticated
 from router.decisions.tenants import DEFAULT_TENANT
 

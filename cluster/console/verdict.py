@@ -7,7 +7,8 @@ from typing import Any
 
 from cluster.console.pools import Pool
 from cluster.growth import Growth, attainment, num_ended
-from headrace.config import ClusterConfig, ServiceClassConfig
+from headrace.config import ClusterConfig
+from headrace.config_tenants import ServiceClassConfig
 from headrace.reports import ClassCounts
 
 OBJECTIVE = 0.99

@@ -13,7 +13,7 @@ from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.router import Served
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
-from headrace.config import ServiceClassConfig
+from headrace.config_tenants import ServiceClassConfig
 from headrace.metrics import Stage
 from headrace.reports import ClassCounts, RouterReport
 from headrace.traces import TraceRow

@@ -13,19 +13,17 @@ An unknown key or an impossible value raises ConfigError with the key, the value
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.config_section import Name, Section
+from headrace.config_tenants import AdmissionConfig, ServiceClassConfig, TenantConfig
 from headrace.values import ParallelLayout, Role
 
 Port = int
 RankResources = dict[str, Annotated[float, Field(gt=0, le=4096, strict=False)]]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class PoolConfig(_Section):
+class PoolConfig(Section):
     """Workers of one kind. GPUs per replica = tp × pp, or none on CPU. `rank_resources`: what Ray sets aside for each rank
     of this pool, which ties it to nodes that have a resource of its own; null: what `ray.rank_resources` says. Where pools
     are scaled (`autoscaling.mode`), they begin with `replicas` and stay within `min_replicas` and `max_replicas`."""
@@ -60,7 +58,7 @@ class PoolConfig(_Section):
         return least, most
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """One worker's engine; the same for all pools."""
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -97,7 +95,7 @@ class EngineConfig(_Section):
     )
 
 
-class HandoffConfig(_Section):
+class HandoffConfig(Section):
     """Times in seconds. A pin lives `pin_seconds` beyond the last sign of progress; a peer may be silent so long."""
 
     pin_seconds: float = Field(default=10.0, gt=0, le=3600)
@@ -116,7 +114,7 @@ class HandoffConfig(_Section):
     )
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     max_queue: int = Field(default=1024, ge=1)
     max_body_bytes: int = Field(
         default=2 * 2**20,
@@ -128,7 +126,7 @@ class LimitsConfig(_Section):
     request_seconds: float = Field(default=600.0, gt=0)
 
 
-class DecisionLogConfig(_Section):
+class DecisionLogConfig(Section):
     """A sample of a router's placements, each with its whole input, as JSON lines. One file for each router; it and the
     older ones beside it take `num_files` × `max_bytes` of disk."""
 
@@ -138,66 +136,7 @@ class DecisionLogConfig(_Section):
     num_files: int = Field(default=4, ge=2, le=1000)
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-
-
-class ServiceClassConfig(_Section):
-    """What requests of a class are owed; null: nothing of that kind. TTFT counts from the arrival at the router."""
-
-    ttft_seconds: float | None = Field(default=None, gt=0, le=3600)
-    tpot_seconds: float | None = Field(default=None, gt=0, le=60)
-
-
-class TenantConfig(_Section):
-    """Whoever holds one of its keys. Keys are secrets: they stand in files (one a line) or environment variables, and only
-    where is said here. Of a quota null: no limit. The tenant `default` has the keys of `router.api_keys`, and is everybody
-    where no keys are configured at all."""
-
-    key_files: tuple[Annotated[str, Field(pattern="^/")], ...] = Field(
-        default=(), strict=False, description="from the root: routers may run anywhere"
-    )
-    key_env: tuple[str, ...] = Field(default=(), strict=False, description="names of environment variables")
-    requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
-    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
-    max_concurrent: int | None = Field(default=None, ge=1, le=10**6)
-    weight: float = Field(default=1.0, gt=0, le=1000)
-    max_priority: int = Field(default=100, ge=-100, le=100)
-    service_class: Name | None = Field(default=None, description="of its requests that name none")
-    service_classes: tuple[Name, ...] | None = Field(
-        default=None, strict=False, description="that it may name; null: all"
-    )
-    cache_domain: str | None = Field(
-        default=None,
-        max_length=64,
-        pattern=r"^[^\x00]*$",
-        description="tenants of one domain share cached prefixes; null: its own",
-    )
-    coalesce: bool = Field(default=False, description="identical requests in flight are computed once")
-    cache_results: bool = Field(default=False, description="repeatable answers are kept and given again")
-
-
-class AdmissionConfig(_Section):
-    """Who waits, for what, and what of quotas routers may spend without asking."""
-
-    service_class: Name | None = Field(default=None, description="of requests that neither name one nor their tenant")
-    prefill_backlog_seconds: float = Field(
-        default=2.0,
-        gt=0,
-        le=3600,
-        description="of prefill that workers have before them on average; beyond it prompts wait in the router",
-    )
-    max_bypass_seconds: float = Field(default=10.0, ge=0, le=3600, description="of prefill that may pass a prompt")
-    quota_lease_seconds: float = Field(default=10.0, ge=1, le=3600)
-    quota_sync_seconds: float = Field(default=0.5, ge=0.05, le=60)
-    quota_burst_seconds: float = Field(default=60.0, ge=1, le=60, description="of a rate that may be spent at once")
-    unleased_fraction: float = Field(
-        default=0.5, gt=0, le=1, description="of a quota, by a router that never saw Redis"
-    )
-    result_cache_bytes: int = Field(default=16 * 2**20, ge=2**16, le=2**36)
-    result_cache_seconds: float = Field(default=300.0, gt=0, le=86400)
-
-
-class AutoscalingConfig(_Section):
+class AutoscalingConfig(Section):
     """Who sizes pools, and flips the roles of their workers: nobody (`fixed`), the controller (`controller`), or others by
     what it advises, while it flips roles alone (`external`). `dry-run` decides and records, and changes nothing. Times in
     seconds; docs/autoscaling.md has the model."""
@@ -235,7 +174,7 @@ class AutoscalingConfig(_Section):
         return self.mode == "controller"
 
 
-class CanaryConfig(_Section):
+class CanaryConfig(Section):
     """A second revision of the served model: other weights, precision or engine, on pools of its own, with a part of the
     requests. It goes back to nothing where it is worse than what serves, by these thresholds and beyond chance
     (docs/canary.md); sizes are fixed, and its GPUs are of `autoscaling.budget_gpus`."""
@@ -268,7 +207,7 @@ class CanaryConfig(_Section):
         return sum(pool.replicas * pool.layout.world_size for pool in self.pools.values())
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """TLS of both edges, by files in PEM, which are read again when they change. Relative: from where the file is."""
 
     cert_file: str = Field(min_length=1, description="the certificate, and those between it and its CA")
@@ -290,7 +229,7 @@ class TlsConfig(_Section):
     )
 
 
-class SelfCheckConfig(_Section):
+class SelfCheckConfig(Section):
     """A new generation of a worker is asked the same few blocks twice, after all other work: that its cache is found as the
     index says. Whoever fails is placed by load alone until a later check passes."""
 
@@ -299,7 +238,7 @@ class SelfCheckConfig(_Section):
     max_retry_seconds: float = Field(default=600.0, ge=0.1, le=86400)
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     host: str = "127.0.0.1"
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
     http_port: Port = Field(default=8000, ge=0, le=65535)
@@ -324,7 +263,7 @@ class RouterConfig(_Section):
         return f"{'grpcs://' if self.tls is not None else ''}{host or self.host}:{self.grpc_port}"
 
 
-class TracingConfig(_Section):
+class TracingConfig(Section):
     """Spans of requests, by OpenTelemetry (the extra `tracing`). A caller's own traceparent says whether his request is
     traced; of the others it is `sample_fraction`."""
 
@@ -336,14 +275,14 @@ class TracingConfig(_Section):
     sample_fraction: float = Field(default=0.01, ge=0, le=1)
 
 
-class LogsConfig(_Section):
+class LogsConfig(Section):
     """What processes write to stderr."""
 
     format: Literal["text", "json"] = Field(default="text", description="json: an object a line, with the request's id")
     requests: bool = Field(default=False, description="routers say a line for each request that ended")
 
 
-class RedisConfig(_Section):
+class RedisConfig(Section):
     """`url`: redis(s)://host:port/db, or redis(s)+sentinel://host:port,…/SERVICE/db. `embedded_port`: where the embedded
     Valkey listens when `url` is null; when it is taken, a free one is chosen."""
 
@@ -353,7 +292,7 @@ class RedisConfig(_Section):
     budget_seconds: float = Field(default=0.25, gt=0)
 
 
-class RayConfig(_Section):
+class RayConfig(Section):
     """Where ranks run. `rank_resources`: what Ray sets aside for each rank, such as {GPU: 1}, {CPU: 0.5} or a resource of
     your own; null: one GPU on cuda, one CPU on cpu."""
 
@@ -362,7 +301,7 @@ class RayConfig(_Section):
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20, description="of a Ray that we start")
 
 
-class ConsoleConfig(_Section):
+class ConsoleConfig(Section):
     """The operator's page, as `headrace up` serves it. Whoever has a key of `router.api_keys` may look from wherever `host`
     lets them; without keys it answers to its own machine alone."""
 
@@ -376,7 +315,7 @@ class ConsoleConfig(_Section):
     )
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """The whole file. `name` separates clusters that share a Redis."""
 
     name: str = Field(default="headrace", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
@@ -389,8 +328,8 @@ class ClusterConfig(_Section):
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
     limits: LimitsConfig = LimitsConfig()
-    service_classes: dict[Name, ServiceClassConfig] = {}
-    tenants: dict[Name, TenantConfig] = {}
+    service_classes: dict[Name, ServiceClassConfig] = Field(default={})
+    tenants: dict[Name, TenantConfig] = Field(default={})
     admission: AdmissionConfig = AdmissionConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     canary: CanaryConfig | None = Field(default=None, description="null: none")

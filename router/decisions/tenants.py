@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from headrace.config import ClusterConfig, TenantConfig
+from headrace.config import ClusterConfig
+from headrace.config_tenants import TenantConfig
 from headrace.errors import InvalidRequest
 
 DEFAULT_TENANT = "default"

@@ -20,7 +20,8 @@ from cluster.console.recording import read_recording
 from cluster.console.start import replayed, served
 from cluster.scaling_state import ScalingState
 from cluster.state import WorkerRecord
-from headrace.config import ClusterConfig, ConsoleConfig, PoolConfig, RouterConfig, ServiceClassConfig
+from headrace.config import ClusterConfig, ConsoleConfig, PoolConfig, RouterConfig
+from headrace.config_tenants import ServiceClassConfig
 from headrace.reports import ClassCounts, RouterReport
 from headrace.values import BlockCounts, Load, Role
 from router.text.vocabulary import Text

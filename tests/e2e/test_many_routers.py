@@ -58,7 +58,7 @@ async def test_three_routers_behind_a_balancer_have_the_hit_rate_of_one(
     checkpoint: pathlib.Path, tmp_path: pathlib.Path, redis_url: str, http: httpx.AsyncClient
 ) -> None:
     """With evictions, and two of three of a prefix come to another router than the last. Only the first burst is left out:
-    it is placed before any router can have heard of another, and some ten prefixes of 24 are computed twice (ADR 12).
+    it is placed before any router can have heard of another, and prefixes are computed more often than by one (ADR 12).
     """
     prompts = shared_prefix_prompts(1, AT_ONCE + 1500)
     rates = {}

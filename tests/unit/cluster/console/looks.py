@@ -8,7 +8,7 @@ from cluster.console.view import Cluster, Look
 from cluster.growth import Growth
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
-from headrace.config import ServiceClassConfig
+from headrace.config_tenants import ServiceClassConfig
 from headrace.costmodel import CostModel
 from headrace.metrics import Stage
 from headrace.reports import RouterReport

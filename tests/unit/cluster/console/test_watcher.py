@@ -17,7 +17,8 @@ from cluster.console.watcher import MAX_WATCHERS, Watcher
 from cluster.scaling_state import ScalingState
 from cluster.state import WorkerRecord
 from headrace.clock import ManualClock
-from headrace.config import ClusterConfig, PoolConfig, ServiceClassConfig
+from headrace.config import ClusterConfig, PoolConfig
+from headrace.config_tenants import ServiceClassConfig
 from headrace.reports import ClassCounts
 from headrace.store import connect
 from headrace.values import Load
