@@ -6,12 +6,12 @@ the value and what is allowed.
 
 import json
 import pathlib
-import re
 import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.config_place import is_path
 from cluster.model_cache import local_source
 from cluster.session import all_folders
 from headrace.client import TLS_SCHEME
@@ -23,12 +23,6 @@ from workers.models.fetch import KNOWN, no_progress
 from workers.models.gguf_source import Progress
 
 MAX_HEADER_BYTES = 100 * 2**20
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-
-def is_path(model: str) -> bool:
-    """Whether it can only be meant as a place on this machine: no hub would take it for an id."""
-    return not HUB_ID.fullmatch(model)
 
 
 def check_checkpoint(model: str, progress: Progress = no_progress) -> Checkpoint:

@@ -8,7 +8,6 @@ Whatever ends it (Ctrl-C, SIGTERM, an error, a cancelled task), each part that w
 import asyncio
 import contextlib
 import os
-import pathlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from cluster.checks import (
     check_layouts,
     check_ports,
     free_port,
-    is_path,
     port_is_free,
 )
 from cluster.child import Child, end_leftovers
@@ -365,17 +363,3 @@ def _record(folder: SessionFolder, session: Session, children: dict[str, Child])
 def _reachable(host: str) -> str:
     """Where a client on this machine finds what listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-
-
-def absolute(config: ClusterConfig, base: pathlib.Path) -> ClusterConfig:
-    """A model folder or file that is named relative to the configuration file, as an absolute path."""
-    config = config.model_copy(update={"model": _absolute(config.model, base)})
-    if config.canary is None or config.canary.model is None:
-        return config
-    canary = config.canary.model_copy(update={"model": _absolute(config.canary.model, base)})
-    return config.model_copy(update={"canary": canary})
-
-
-def _absolute(model: str, base: pathlib.Path) -> str:
-    place = base / pathlib.Path(model).expanduser()
-    return str(place.resolve()) if place.exists() or is_path(model) else model

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cluster.autoscaler import sizes
 from cluster.commands.status import described, read
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.scaling.decide import decide
 from cluster.scaling.values import Recorded
 from cluster.scaling_state import ScalingState

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from cluster.commands.status import read
 from cluster.commands.tls_options import tls_options
 from headrace.tls import TLS_VARIABLE, ClientTls
 
@@ -110,7 +111,5 @@ def _target(
         return "grpc", address, None
     if dry_run:
         return "grpc", "", None
-    from cluster.commands.status import read  # and with it Ray, which other servers' load need not wait for
-
     session = read(cluster)
     return *(("http", session.http_url) if http else ("grpc", session.grpc_address)), session.client_tls

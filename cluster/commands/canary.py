@@ -18,7 +18,7 @@ from cluster.canary.report import figures
 from cluster.canary.store import CanaryState
 from cluster.canary.values import Event, State
 from cluster.commands.autoscale import cluster_options, session_of
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.session import Session
 from cluster.state import BUDGET_SECONDS
 from headrace.config_file import check_canary

@@ -8,7 +8,7 @@ import webbrowser
 import click
 
 from cluster.commands.status import described, read
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.console.recording import read_recording
 from cluster.console.start import replayed, served
 from router.keyring import read_keys

@@ -8,7 +8,7 @@ import click
 
 from cluster import keeper
 from cluster.advisor import Elsewhere
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.console.serve import PATH
 from cluster.session import Session, SessionFolder, remembered
 from cluster.signals import Signals

@@ -6,7 +6,7 @@ import pathlib
 
 import click
 
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.leased import leased_workers
 from cluster.worker_client import WorkerClient
 from headrace.errors import ConfigError, InternalError, WorkerLost

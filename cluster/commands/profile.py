@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.leased import leased_workers
 from cluster.worker_client import WorkerClient
 from headrace.errors import ConfigError, InvalidRequest

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.commands.up import load
+from cluster.config_place import load
 from cluster.session import Session, find, remembered
 from cluster.snapshot import Snapshot, WorkerStatus, take
 from headrace.config import ClusterConfig

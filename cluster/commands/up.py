@@ -15,13 +15,13 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.launch import Report, Step, absolute, running, watch
+from cluster.config_place import load
+from cluster.launch import Report, Step, running, watch
 from cluster.progress import json_lines, shown, write_line
 from cluster.session import Session, SessionFolder
 from cluster.signals import Interrupted, Signals, raised
-from headrace import config_file
 from headrace.config import ClusterConfig
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 
 Ready = Callable[[Session], None]
 
@@ -48,13 +48,6 @@ def command(config: pathlib.Path, in_background: bool, as_json: bool, progress_f
             serve(load(config), config.resolve(), report, lambda started: say_ready(started, as_json, console))
     if session is not None:
         say_ready(session, as_json, console)
-
-
-def load(path: pathlib.Path) -> ClusterConfig:
-    """The configuration, with a model folder found from where the file is."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give a configuration file, such as examples/laptop.yaml")
-    return absolute(config_file.load(path), path.resolve().parent)
 
 
 def serve(config: ClusterConfig, path: pathlib.Path, report: Report, ready: Ready) -> None:
