@@ -68,7 +68,7 @@ class Autoscaler:
         self._due_at = at + self._interval_seconds
         history = await self._remembered()
         now = await self._state.time()
-        complete = await self._look(history, now)
+        complete = await self._look(history, now, at_work(seen))
         inputs = await self._inputs(history, desired, seen, now)
         budget = self._rules.budget_gpus
         if reserved_gpus and budget is not None:
@@ -110,10 +110,10 @@ class Autoscaler:
                 self._known = {name: pool.worker for name, pool in before.inputs.pools.items()}
         return self._history
 
-    async def _look(self, history: History, now: float) -> bool:
+    async def _look(self, history: History, now: float, routers: frozenset[str] | None) -> bool:
         """Counts what arrived; whether a stretch of the history is complete."""
         reports = await router_reports(self._store, self._cluster)
-        arrived = self._meter.look(reports, now, await ended_routers(self._store, self._cluster))
+        arrived = self._meter.look(reports, now, await ended_routers(self._store, self._cluster), routers)
         seconds = now - self._looked_at if self._looked_at is not None and reports else 0.0
         self._looked_at = now
         return history.add(arrived, seconds, now)
@@ -181,6 +181,14 @@ def _applied(desired: Desired, decision: Decision) -> Desired:
         for name, pool in desired.pools.items()
     }
     return Desired(pools, desired.trusted)
+
+
+def at_work(seen: Sequence[Seen]) -> frozenset[str] | None:
+    """Routers of which some worker has a request, by workers' own words; None where one that serves says nothing."""
+    reports = [one.report for one in seen if one.worker.phase in (Phase.READY, Phase.DRAINING)]
+    if None in reports:
+        return None
+    return frozenset(router for report in reports if report is not None for router in report.routers)
 
 
 def member(seen: Seen, leased: Leased | None, now: float) -> Member:

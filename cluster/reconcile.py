@@ -9,7 +9,8 @@ configuration), no worker is drained, none changes its role, and no pool is made
 
 A worker whose node is about to go (`leaves_at`) counts as gone: another starts in the next free slot at once, as far as the
 budget of GPUs goes. It is drained, trusted or not; but who serves its role alone serves on until routers have found
-another of its revision (a canary may have no share, and is not to have all), or until no more than LAST_SECONDS are left
+another of its revision (a canary may have no share, and is not to have all), and of a pool no more than one is away before
+others serve in their places: a node may hold all of it. In any case it is drained when no more than LAST_SECONDS are left
 for its streams to end in.
 """
 
@@ -197,7 +198,9 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
         needed = not desired.trusted or (target is not None and num_found < target.replicas)
         leaving = [worker for worker in workers if worker.leaves_at is not None and worker.worker_id not in gone]
         here = {(worker.role, worker.revision) for worker in leaving}
-        actions += _departures(leaving, serving if needed else here, now)
+        serve_on = sum(worker.phase is Phase.READY for worker in leaving)
+        spare = num_found + serve_on - target.replicas + 1 if target is not None and needed else serve_on
+        actions += _departures(leaving, serving if needed else here, spare, now)
         if target is None:
             if desired.trusted:
                 actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
@@ -232,18 +235,25 @@ def _is_found(worker: ObservedWorker, now: float) -> bool:
     return worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
 
 
-def _departures(leaving: Sequence[ObservedWorker], replaced: Set[tuple[Role, str]], now: float) -> list[Action]:
+def _departures(
+    leaving: Sequence[ObservedWorker], replaced: Set[tuple[Role, str]], spare: int, now: float
+) -> list[Action]:
     """Of workers whose nodes go: those that do not serve yet at once, those that do once somebody else serves their role
-    with their settings (`replaced`), or their time is nearly over."""
-    return [
-        _leave(worker, worker.reason)
-        for worker in leaving
-        if worker.phase is Phase.STARTING
-        or (
-            worker.phase is Phase.READY
-            and ((worker.role, worker.revision) in replaced or (worker.leaves_at or 0.0) - now <= LAST_SECONDS)
-        )
-    ]
+    with their settings (`replaced`), so many as the pool can spare, or their time is nearly over. Whose ends first goes
+    first."""
+    actions: list[Action] = []
+    for worker in sorted(leaving, key=lambda worker: (worker.leaves_at or 0.0, worker.index)):
+        match worker.phase:
+            case Phase.STARTING:
+                actions.append(_leave(worker, worker.reason))
+            case Phase.READY if (worker.leaves_at or 0.0) - now <= LAST_SECONDS or (
+                spare > 0 and (worker.role, worker.revision) in replaced
+            ):
+                actions.append(_leave(worker, worker.reason))
+                spare -= 1
+            case _:
+                pass
+    return actions
 
 
 def _leave(worker: ObservedWorker, why: str) -> Action:

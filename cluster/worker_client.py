@@ -38,7 +38,8 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A worker's own words. `unhealthy_reason` is empty while it makes progress."""
+    """A worker's own words. `unhealthy_reason` is empty while it makes progress. `routers`: those of which it has a request
+    that is not over."""
 
     worker_id: str
     generation: int
@@ -55,6 +56,7 @@ class WorkerReport:
     max_num_seqs: int = 0
     cost: CostModel = field(default_factory=CostModel)
     links: tuple[LinkReport, ...] = field(default=())
+    routers: frozenset[str] = frozenset()
 
 
 class WorkerClient:
@@ -95,6 +97,8 @@ class WorkerClient:
             links=tuple(
                 LinkReport(link.worker_id, link.kind, link.state, link.reason, link.bytes) for link in pb.links
             ),
+            # A request's name between processes begins with its router's.
+            routers=frozenset(key.request_id.rpartition(":")[0] for key in (*pb.requests, *pb.tickets)),
         )
 
     async def set_role(self, role: Role) -> None:

@@ -42,11 +42,14 @@ def decide(inputs: Inputs) -> Decision:
         return _without_reports(inputs, current)
     found = needs(inputs)
     past = _remember(inputs, found)
-    fixed = {name: replace(pool, least=0, most=current[name].replicas) for name, pool in rules.pools.items()}
     plan = _plan(inputs, rules.pools, current, found, past)
-    advised = _not_fewer(inputs, plan.sizes) if inputs.traffic.unheard else dict(plan.sizes)
+    advised = plan.sizes
     if rules.mode == "external":
+        advising = _advising(inputs, found, past)
+        advised = _not_fewer(inputs, advising.sizes) if inputs.traffic.unheard else advising.sizes
+        fixed = {name: replace(pool, least=0, most=current[name].replicas) for name, pool in rules.pools.items()}
         plan = _plan(inputs, fixed, current, found, past, flips_alone=True)
+        plan.grown, plan.shrunk = advising.grown, advising.shrunk
     memory = _next(inputs, plan, found, past, advised)
     pools = {name: plan.sizes[name] for name in current}
     kind = _kind(plan, current)
@@ -99,6 +102,21 @@ def _plan(
         else:
             _to_zero(plan)
     return plan
+
+
+def _advising(inputs: Inputs, found: Needs, past: tuple[Past, ...]) -> Plan:
+    """Where others set sizes: from what was advised last to what is needed now, as if all of that were there. A pod that
+    starts again is no smaller pool, and advice that followed each of them would have an HPA take it away."""
+    last = inputs.memory.advised
+    sizes, pools = {}, {}
+    for name, seen in inputs.pools.items():
+        number = last.get(name, seen.desired.replicas)
+        sizes[name] = Size(number, min(seen.desired.lent, number))
+        pools[name] = replace(
+            seen, desired=sizes[name], ready=number, ready_lent=sizes[name].lent, starting=0, pending=0, failing=0
+        )
+    there = replace(inputs, pools=pools)
+    return _plan(there, inputs.rules.pools, sizes, found, past)
 
 
 def _without_reports(inputs: Inputs, current: Mapping[str, Size]) -> Decision:

@@ -17,6 +17,7 @@ MIN_STEP_SECONDS = 0.05
 LATE_SECONDS = 2.0  # by which two of a router's reports may be further apart than two looks
 MOST_ROUTERS = 256  # that are remembered
 UNHEARD_SECONDS = 3600.0  # after which a router that serves on, cut off from Redis, would have been missed by somebody
+QUIET_SECONDS = 120.0  # without a request of it on any worker, after which a router that is not heard serves nobody
 MIN_LOOKS, MIN_ARRIVALS = 3, 20  # of a window before any stands out; of each of them
 CHANCE = 3.0  # deviations of Poisson's
 SCV_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what is measured wobbles: sizes shall not
@@ -52,13 +53,20 @@ class Meter:
         self._squares = 0.0
         self._means = 0.0
         self._busy_at: float | None = None
-        self._unheard_since: dict[str, float] = {}
+        self._unheard: dict[str, float] = {}
+        self._at_work_at: dict[str, float] = {}
         self._cut = 0.0
         self._cut_seconds = 0.0
 
-    def look(self, reports: Mapping[str, RouterReport], now: float, ended: Set[str] = frozenset()) -> float:
+    def look(
+        self,
+        reports: Mapping[str, RouterReport],
+        now: float,
+        ended: Set[str] = frozenset(),
+        at_work: Set[str] | None = None,
+    ) -> float:
         """Takes the reports as they are now; returns how many requests arrived since the last look. `ended`: routers that
-        ended in order."""
+        ended in order. `at_work`: those of which some worker has a request; None: not every worker says."""
         seconds = now - self._looked_at if self._looked_at is not None else 0.0
         if seconds < 0:  # the clock was set back: what is later than now is of no window
             self._steps.clear()
@@ -90,7 +98,7 @@ class Meter:
             self._last[name] = report
         while len(self._last) > max(MOST_ROUTERS, len(reports)):
             del self._last[next(iter(self._last))]
-        self._miss(reports, now, ended)
+        self._miss(reports, now, ended, at_work)
         self._present = reports
         self._looked_at = now
         if seconds < MIN_STEP_SECONDS:
@@ -113,14 +121,22 @@ class Meter:
         self._remember_cut(self._steps[-1])
         return new["arrivals"]
 
-    def _miss(self, reports: Mapping[str, RouterReport], now: float, ended: Set[str]) -> None:
-        """Who is not heard any more, had requests in flight and has not said that it ends died, or cannot reach Redis."""
+    def _miss(self, reports: Mapping[str, RouterReport], now: float, ended: Set[str], at_work: Set[str] | None) -> None:
+        """Who is not heard any more, had requests in flight and has not said that it ends died, or cannot reach Redis. The
+        one has no request on any worker within seconds; the other has, while it serves."""
         gone = [name for name, last in self._present.items() if name not in reports and (last.in_flight or last.queued)]
-        self._unheard_since = {
+        self._unheard = {
             name: since
-            for name, since in {**dict.fromkeys(gone, now), **self._unheard_since}.items()
+            for name, since in {**dict.fromkeys(gone, now), **self._unheard}.items()
             if name not in reports and name not in ended and 0 <= now - since < UNHEARD_SECONDS
         }
+        self._at_work_at = {
+            name: now if at_work is None or name in at_work else self._at_work_at.get(name, now)
+            for name in self._unheard
+        }
+        for name, at in self._at_work_at.items():
+            if now - at >= QUIET_SECONDS:
+                del self._unheard[name]
 
     def _learn(self, new: Mapping[str, float], counts: Mapping[str, int], seconds: float, *, whole: bool) -> None:
         keep = 0.5 ** (seconds / (LENGTH_WINDOWS * self._window_seconds))
@@ -159,7 +175,7 @@ class Meter:
             missed_ttft=sum(step.missed_ttft for step in steps) / judged if judged else 0.0,
             missed_tpot=sum(step.missed_tpot for step in steps) / judged if judged else 0.0,
             unburst_per_second=self._unburst_per_second(),
-            unheard=len(self._unheard_since),
+            unheard=len(self._unheard),
         )
 
     def _unburst_per_second(self) -> float | None:

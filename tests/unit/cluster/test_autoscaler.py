@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from redis.exceptions import ResponseError
 
-from cluster.autoscaler import DRY_RUN, Autoscaler, Seen, member
+from cluster.autoscaler import DRY_RUN, Autoscaler, Seen, at_work, member
 from cluster.commands import autoscale
 from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
 from cluster.scaling_state import ScalingState
 from cluster.session import Session
 from cluster.state import ControlState
-from cluster.worker_client import WorkerReport
+from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import ManualClock
 from headrace.config import ClusterConfig
 from headrace.config_file import parse
@@ -29,6 +29,7 @@ from headrace.reports import ClassCounts, RouterReport, encode_report
 from headrace.store import Store, connect
 from headrace.values import BlockCounts, Load, ParallelLayout, Role
 from tests.null_worker import worker_info
+from tests.unit.cluster.console.world import Described, described
 
 pytestmark = pytest.mark.redis
 
@@ -250,6 +251,16 @@ async def test_a_flushed_redis_takes_nothing_away_and_is_written_anew(stage: Sta
     assert now is not None
     assert now.inputs.traffic.per_second == pytest.approx(100.0, rel=0.35), "what came meanwhile is counted"
     assert stage.sizes() == before
+
+
+async def test_whose_requests_workers_have_is_by_their_own_words() -> None:
+    worker = Described("decode-0", requests=("r:1:a", "r:1:b", "s:c"))
+    async with described(worker) as record, WorkerClient(record.address) as client:
+        report = await client.describe()
+    busy = Seen(ObservedWorker("decode", 0, 1, Role.DECODE, ParallelLayout(), Phase.READY, 0.0), report)
+    starts = replace(busy, worker=replace(busy.worker, phase=Phase.STARTING), report=None)
+    assert at_work([busy, starts]) == {"r:1", "s"}
+    assert at_work([busy, replace(busy, report=None)]) is None, "one that serves says nothing"
 
 
 def test_a_worker_that_its_host_told_to_drain_leaves_though_nobody_here_asked_for_it(stage: Stage) -> None:

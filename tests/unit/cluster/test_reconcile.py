@@ -357,3 +357,21 @@ def test_a_worker_that_starts_on_a_node_that_goes_starts_elsewhere_and_has_not_f
     removal, start = reconcile(replace(desired, trusted=False), world.observed, world.now)
     assert removal == Remove("decode-0", 1, "its node goes")
     assert start == Start("decode", 1, 1, Role.DECODE, ONE)
+
+
+def test_case_a_node_that_takes_most_of_a_pool_gives_its_workers_back_one_at_a_time() -> None:
+    """All of them drained at once as soon as one elsewhere served their role, minutes before others could have started."""
+    world, desired = settled(decode=4)
+    world.now += FOUND_SECONDS
+    for index in (1, 2, 3):
+        leaving(world, f"decode-{index}", 600.0)
+    world.act(reconcile(desired, world.observed, world.now))
+    serving = [worker for worker in world.workers.values() if worker.phase is Phase.READY]
+    assert len(serving) == 3, "as if one had died"
+    world.set_phase("decode-4", Phase.READY)
+    world.now += FOUND_SECONDS
+    drains = reconcile(desired, world.observed, world.now)
+    assert [drain.worker_id for drain in drains if isinstance(drain, Drain)] == ["decode-2"]
+    world.now += 600.0
+    drains = reconcile(desired, world.observed, world.now)
+    assert [drain.worker_id for drain in drains if isinstance(drain, Drain)] == ["decode-2", "decode-3"], "time is over"

@@ -46,6 +46,7 @@ class Described:
     num_preemptions: int = 0
     peers: tuple[()] = ()
     num_asked: int = 0
+    requests: tuple[str, ...] = ()
 
     def info(self) -> WorkerInfo:
         self.num_asked += 1
@@ -58,7 +59,7 @@ class Described:
         return self.its_load
 
     def keys(self) -> tuple[list[RequestKey], list[RequestKey]]:
-        return [], []
+        return [RequestKey(name) for name in self.requests], []
 
     def seconds_since_progress(self) -> float:
         return 0.0

@@ -245,7 +245,23 @@ def test_pods_that_start_again_while_routers_are_silent_are_still_advised(silent
     world.sizes = {"decode": Size(2), "prefill": Size(1)}
     for _ in range(40):
         assert {name: size.replicas for name, size in world.turn(silent).advised.items()} == before
-    assert world.turn(traffic(1.0)).advised["decode"].replicas <= 2, "until it is known that few come"
+    known = world.settle(traffic(1.0), hours=0.1)
+    assert known.advised["decode"].replicas <= 2, "until it is known for a hold that few come"
+
+
+def test_case_what_is_advised_does_not_follow_a_pod_that_starts_again() -> None:
+    """It was counted from the pods that were there: while one was away, an HPA was told of a smaller pool though more had
+    been needed within the hold, and pools that had just grown went down again with chance."""
+    world = World(rules(mode="external", most=64), {"decode": Size(8), "prefill": Size(8)})
+    before = world.settle(traffic(150.0), hours=0.5).advised["decode"].replicas
+    world.sizes["decode"] = Size(before)
+    grown = world.turn(traffic(170.0)).advised["decode"].replicas
+    assert grown > before
+    for number in range(20):
+        world.sizes["decode"] = Size(grown - number % 3)
+        assert world.turn(traffic(120.0)).advised["decode"].replicas == grown
+    world.sizes["decode"] = Size(20)
+    assert world.turn(traffic(120.0)).advised["decode"].replicas == grown, "nor one that others added"
 
 
 def test_what_was_recorded_is_decided_again_the_same() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.scaling.forecast import BUCKET_SECONDS, DAY, History
-from cluster.scaling.traffic import Meter
+from cluster.scaling.traffic import QUIET_SECONDS, Meter
 from headrace.reports import ClassCounts, RouterReport
 
 
@@ -126,6 +126,24 @@ def test_a_router_that_is_silent_with_requests_in_flight_is_missed_for_an_hour_a
     assert back.traffic(20.0).unheard == 0
     look(meter, 3620.0, report(3620))
     assert meter.traffic(3620.0).unheard == 0
+
+
+def test_case_a_router_that_was_killed_is_missed_for_no_hour_where_workers_have_nothing_of_it() -> None:
+    """SIGKILL with requests in flight: nothing was taken away for an hour, though its requests ended within seconds."""
+    meter = Meter(60.0)
+    both = {name: report(5, name, in_flight=3) for name in ("killed", "cut off")}
+    meter.look(both, 0.0)
+    meter.look({}, 10.0, at_work={"killed", "cut off"})
+    assert meter.traffic(10.0).unheard == 2
+    for at in range(20, 3600, 10):
+        # One that serves on, cut off from Redis, has nothing there at times either.
+        meter.look({"new": report(at, "new")}, at, at_work={"new", "cut off"} if at % 100 < 50 else {"new"})
+        assert meter.traffic(at).unheard == (2 if at < 10 + QUIET_SECONDS else 1)
+    silent = Meter(60.0)
+    silent.look(both, 0.0)
+    for at in range(10, 1000, 10):
+        silent.look({}, at, at_work=None)
+        assert silent.traffic(at).unheard == 2, "a worker that does not answer may have some"
 
 
 def test_who_is_beyond_a_quota_buys_no_workers() -> None:
