@@ -14,12 +14,13 @@ from router import measures
 from router.catching_up import CatchingUp
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
-from router.decisions.caches import Caches, Told
+from router.decisions.caches import Caches
 from router.decisions.index import Index
 from router.decisions.quotas import QuotaRules, Quotas
 from router.decisions.revisions import Revisions
 from router.decisions.self_check import Checks
 from router.decisions.tenants import Tenancy
+from router.decisions.told import Told
 from router.flight import Flight, Job, TextStream
 from router.follow import Follow, Store
 from router.mailbox import Pacer
@@ -83,7 +84,10 @@ async def running_core(
     if store is not None:
 
         def hear(told: Told) -> None:
-            caches.told(told, requests.view(), clock.now())
+            session = sessions.find(told.worker_id)
+            if session is not None:
+                caches.told(told, session.info, clock.now())
+                requests.hear(told)
 
         others = Placements(store, Keys(config.name), router_id, hear)
     revisions = Revisions()

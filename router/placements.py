@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from headrace.errors import ConfigError, Unavailable
 from headrace.keys import Keys
-from router.decisions.caches import Told
+from router.decisions.told import Brought, Told
 from router.follow import Store
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Placements:
 
     def tell(self, told: Told) -> None:
         """Tells the others, soon."""
-        if told.keys:
+        if told.keys or told.load is not None:
             self._waiting.append(told)
             self._filled.set()
 
@@ -114,7 +114,16 @@ class Placements:
 def _fields(router_id: str, told: Told) -> dict[str, str | bytes | int]:
     keys = told.keys[:MAX_KEYS]
     packed = struct.pack(f"<{len(keys)}Q", *keys)
-    return {"by": router_id, "to": told.worker_id, "ms": int(told.seconds * 1000), "keys": packed}
+    fields: dict[str, str | bytes | int] = {
+        "by": router_id,
+        "to": told.worker_id,
+        "ms": int(told.seconds * 1000),
+        "keys": packed,
+    }
+    if told.load is not None:
+        load = told.load
+        fields |= {"at": load.decode, "load": f"{load.num_prompt_tokens} {load.prefill_tokens} {load.n}"}
+    return fields
 
 
 def _told(entry: bytes, fields: dict[bytes, bytes]) -> Told | None:
@@ -123,6 +132,16 @@ def _told(entry: bytes, fields: dict[bytes, bytes]) -> Told | None:
         packed, milliseconds = fields[b"keys"], int(fields[b"ms"])
         keys = struct.unpack(f"<{min(len(packed) // 8, MAX_KEYS)}Q", packed[: 8 * MAX_KEYS])
         seconds = min(milliseconds, 1000 * MAX_SECONDS) / 1000
-        return Told(f"{fields[b'by'].decode()} {entry.decode()}", fields[b"to"].decode(), keys, seconds)
+        name = f"{fields[b'by'].decode()} {entry.decode()}"
+        return Told(name, fields[b"to"].decode(), keys, seconds, _load(fields))
     except (KeyError, ValueError, OverflowError, struct.error):
+        return None
+
+
+def _load(fields: dict[bytes, bytes]) -> Brought | None:
+    """None where a router of another version says none that is understood: its blocks are expected all the same."""
+    try:
+        num_prompt_tokens, prefill_tokens, n = map(int, fields[b"load"].split())
+        return Brought(fields[b"at"].decode(), num_prompt_tokens, prefill_tokens, n)
+    except (KeyError, ValueError):
         return None

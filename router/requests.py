@@ -31,6 +31,7 @@ from router.decisions.retry import (
     with_last_resort,
 )
 from router.decisions.revisions import Revisions
+from router.decisions.told import Told
 from router.decisions.view import View, Views
 from router.explanations import Explanation, Explanations, Recent
 from router.flight import Flight, Job, Piece, TextStream
@@ -153,6 +154,11 @@ class Requests:
     def view(self) -> View:
         """The workers as they are believed to be now."""
         return self._views.view()
+
+    def hear(self, told: Told) -> None:
+        """Another router placed a request. The view is made at once, and not in the next placement's time."""
+        self._views.told(told, self._clock.now())
+        self._views.view()
 
     def base_view(self) -> View:
         """Of these the ones that serve whoever is not a canary's."""

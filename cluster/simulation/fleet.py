@@ -15,7 +15,7 @@ from headrace import traces
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow
 from headrace.values import Capacity, Compatibility, ParallelLayout, Role, WorkerInfo
-from router.decisions.caches import Told
+from router.decisions.told import Told
 from workers.scheduling.scheduler import SchedulerLimits
 from workers.scheduling.work import GRAPH_TOKENS, StepWork
 from workers.virtual.engine import Machine, Prompt, virtual_hasher

@@ -15,7 +15,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
 from headrace.keys import EventBatch, Snapshot
 from headrace.values import LoadReport, Request, RequestKey, SamplingParams, SequenceOutput, WorkerInfo
 from router.decisions.admission import Admission, Admitted, Entrant, Queued, Rules, Shed
-from router.decisions.caches import Caches, Prediction, Told
+from router.decisions.caches import Caches, Prediction
 from router.decisions.chain import Chain
 from router.decisions.health import Health
 from router.decisions.index import Followed, Index
@@ -31,6 +31,7 @@ from router.decisions.retry import (
     with_last_resort,
 )
 from router.decisions.tenants import NO_TARGETS, Targets
+from router.decisions.told import Told
 from router.decisions.view import HashClass, View, Views
 from workers.virtual.engine import Prompt
 from workers.virtual.time import VirtualTime
@@ -388,7 +389,8 @@ class VirtualRouter:
 
     def hear(self, told: Told) -> None:
         """What another router placed."""
-        self._caches.told(told, self.view(), self._time.now)
+        self._caches.told(told, self._sessions[told.worker_id].info, self._time.now)
+        self._views.told(told, self._time.now)
 
     def changed(self, worker_id: str, batch: EventBatch) -> None:
         outcome = self.index.apply(worker_id, batch)

@@ -9,6 +9,7 @@ from headrace.values import WorkerInfo
 from router.decisions.chain import Chain
 from router.decisions.index import Index
 from router.decisions.placement import Placed
+from router.decisions.told import Brought, Told
 from router.decisions.truth import Fallback, Truth
 from router.decisions.view import HashClass, View, WorkerView, class_of
 
@@ -25,17 +26,6 @@ class Prediction:
     promised: dict[str, int]
     chains: dict[HashClass, Chain]
     fallbacks: tuple[Fallback, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What one router tells the others of a placement: for how long the worker is to be expected to hold these blocks, by
-    their keys, if it does not say so itself."""
-
-    name: str
-    worker_id: str
-    keys: Sequence[int]
-    seconds: float
 
 
 class Caches:
@@ -99,7 +89,12 @@ class Caches:
         ttft = chosen.ttft_seconds if chosen is not None else 0.0
         worker = placed.prefill or placed.decode
         keys = self._expect(request_id, prediction, worker, now + EXPECT_SECONDS + 2 * ttft)
-        self._tell(Told(request_id, worker.worker_id, keys, SETTLE_SECONDS + 2 * ttft))
+        ask = placed.decided.ask
+        joins = ask.decode is None  # it is not there already
+        load = Brought(
+            placed.decode.worker_id, ask.num_prompt_tokens if joins else 0, placed.prefill_tokens, ask.n if joins else 0
+        )
+        self._tell(Told(request_id, worker.worker_id, keys, SETTLE_SECONDS + 2 * ttft, load))
 
     def _expect(self, request_id: str, prediction: Prediction, worker: WorkerView, expires: float) -> Sequence[int]:
         chain = prediction.chains.get(worker.hash_class)
@@ -109,12 +104,11 @@ class Caches:
         self._index.overlay.expect(request_id, worker.worker_id, keys, worker.info.capacity.num_blocks, expires)
         return keys
 
-    def told(self, told: Told, view: View, now: float) -> None:
-        """Another router placed a prompt. How that ends it does not say, so it is believed for a shorter time."""
-        worker = view.find(told.worker_id)
-        if worker is not None:
-            capacity = worker.info.capacity.num_blocks
-            self._index.overlay.expect(told.name, told.worker_id, told.keys, capacity, now + told.seconds)
+    def told(self, told: Told, info: WorkerInfo, now: float) -> None:
+        """Another router placed a prompt on this worker. How that ends it does not say, so it is believed for a shorter
+        time."""
+        capacity = info.capacity.num_blocks
+        self._index.overlay.expect(told.name, told.worker_id, told.keys, capacity, now + told.seconds)
 
     def computed(self, request_id: str, prediction: Prediction, placed: Placed, now: float) -> None:
         """The request's first token came: its decode worker holds the prompt too, and its blocks' events are due soon,

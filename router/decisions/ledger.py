@@ -84,7 +84,7 @@ class Ledger:
         """This router's part of the worker's load."""
         total = self._sums.get(worker)
         if total is None:
-            return _NOTHING
+            return NOTHING
         return Load(
             num_waiting=total.num_waiting,
             num_running=total.num_running,
@@ -117,4 +117,15 @@ class Ledger:
             del self._sums[worker]
 
 
-_NOTHING = Load()
+def plus(one: Load, other: Load) -> Load:
+    """What both ledgers know of a worker."""
+    return Load(
+        num_waiting=one.num_waiting + other.num_waiting,
+        num_running=one.num_running + other.num_running,
+        waiting_prefill_tokens=one.waiting_prefill_tokens + other.waiting_prefill_tokens,
+        context_tokens=one.context_tokens + other.context_tokens,
+        claimed_tokens=one.claimed_tokens + other.claimed_tokens,
+    )
+
+
+NOTHING = Load()

@@ -11,7 +11,8 @@ from headrace.costmodel import CostModel
 from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
 from router.decisions.costs import Costs, is_idle
 from router.decisions.health import Health
-from router.decisions.ledger import Ledger
+from router.decisions.ledger import NOTHING, Ledger, plus
+from router.decisions.told import Told, ToldLoads
 
 
 class HashClass(NamedTuple):
@@ -135,7 +136,8 @@ class Live(Protocol):
 
 class Views:
     """Keeps the view, and makes anew only what changed since: a worker that reported, or on which this router placed
-    something, or whose health changed. Owned by router.requests, which passes on what it hears of sessions."""
+    something, or whose health changed, or of which another router told. Owned by router.requests, which passes on what it
+    hears of sessions and of other routers."""
 
     def __init__(self, ledger: Ledger, health: Health) -> None:
         self._ledger = ledger
@@ -145,6 +147,7 @@ class Views:
         self._last: View | None = None
         self._stale: set[str] = set()
         self._health_version = health.version
+        self._told = ToldLoads()
         self._costs = Costs()
         self._costs_version = self._costs.version
 
@@ -155,16 +158,25 @@ class Views:
             self._views.pop(worker_id, None)
             self._last = None
             self._costs.forget(worker_id)
+            self._told.forget(worker_id)
         else:
             self._sessions[worker_id] = session
             self._stale.add(worker_id)
             if session.report is not None:
                 report = session.report
+                self._told.expire(now)
+                self._told.reported(worker_id, now)
                 self._costs.heard(session.info, report.cost, now, idle=is_idle(report.total))
+
+    def told(self, told: Told, now: float) -> None:
+        """Another router placed something."""
+        session, load = self._sessions.get(told.worker_id), told.load
+        if session is not None and load is not None and load.decode in self._sessions:
+            self._told.hear(told, load.at_most(session.info.capacity), now)
 
     def view(self) -> View:
         """The workers as they are believed to be now."""
-        stale = self._stale | self._ledger.drain_changed()
+        stale = self._stale | self._ledger.drain_changed() | self._told.drain_changed()
         versions = self._health.version, self._costs.version
         if versions != (self._health_version, self._costs_version):
             self._health_version, self._costs_version = versions
@@ -173,7 +185,7 @@ class Views:
             session = self._sessions.get(worker_id)
             if session is not None:
                 self._views[worker_id] = worker_view(
-                    session.info, session.report, self._ledger, self._health, self._costs
+                    session.info, session.report, self._ledger, self._health, self._costs, self._told
                 )
                 self._last = None
         self._stale.clear()
@@ -201,10 +213,18 @@ def net_load(total: Load, yours: Load, own: Load) -> Load:
 
 
 def worker_view(
-    info: WorkerInfo, report: LoadReport | None, ledger: Ledger, health: Health, costs: Costs
+    info: WorkerInfo,
+    report: LoadReport | None,
+    ledger: Ledger,
+    health: Health,
+    costs: Costs,
+    told: ToldLoads | None = None,
 ) -> WorkerView:
-    """A worker that has not reported yet is taken to be empty but for what this router placed on it."""
+    """A worker that has not reported yet is taken to be empty but for what this router and those that tell it placed
+    there."""
     own = ledger.own(info.worker_id)
+    if told is not None and (others := told.of(info.worker_id)) is not NOTHING:
+        own = plus(own, others)
     cost = costs.of(info, report.cost, own, report.total) if report is not None else costs.of(info, info.cost, own)
     ejected_until, unlinked = health.ejected_until(info.worker_id), health.unlinked(info.worker_id)
     if report is None:

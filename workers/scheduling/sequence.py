@@ -329,7 +329,9 @@ def load_of(states: Iterable[RequestState]) -> Load:
                 case Stage.RUNNING | Stage.ARRIVED:
                     running += 1
                     context_tokens += sample.num_tokens
-                    prefill_tokens += max(sample.num_tokens - sample.num_scheduled - 1, 0)
+                    prefill_tokens += max(
+                        sample.num_prompt - sample.num_computed, sample.num_tokens - sample.num_scheduled - 1, 0
+                    )
                 case Stage.WAITING | Stage.PREEMPTED:
                     waiting += 1
                     if state.kind is not Kind.EXPECTED or sample.stage is Stage.PREEMPTED:

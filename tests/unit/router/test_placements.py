@@ -11,7 +11,7 @@ import pytest
 
 from headrace.keys import Keys
 from headrace.store import Store, connect
-from router.decisions.caches import Told
+from router.decisions.told import Brought, Told
 from router.placements import HEARD_AT_ONCE, MAX_KEYS, MAX_SECONDS, Placements
 
 pytestmark = pytest.mark.redis
@@ -58,14 +58,18 @@ async def test_what_one_router_places_the_other_expects(store: Store) -> None:
     keys = Keys(f"placements-{next(CLUSTERS)}")
     async with routers(store, keys) as (one, heard, other):
         await listening(store, one, heard)
-        one.tell(Told("r1", "p0", (1, 2**60 - 1), 2.5))
+        one.tell(Told("r1", "p0", (1, 2**60 - 1), 2.5, Brought("d0", 8192, 4096, 2)))
         one.tell(Told("r2", "p1", (), 2.5))  # brings nothing new
         other.tell(Told("r3", "of other", (7,), 1.0))
+        one.tell(Told("r5", "p2", (), 2.5, Brought("d0", 8192, 1, 1)))  # but load
         one.tell(Told("r4", "p1", tuple(range(2 * MAX_KEYS)), 1.0))
         first = await asyncio.wait_for(heard.get(), 10)
         assert (first.worker_id, first.keys, first.seconds) == ("p0", (1, 2**60 - 1), 2.5)
+        assert first.load == Brought("d0", 8192, 4096, 2)
+        second = await asyncio.wait_for(heard.get(), 10)
+        assert (second.worker_id, second.keys, second.load) == ("p2", (), Brought("d0", 8192, 1, 1))
         last = await asyncio.wait_for(heard.get(), 10)
-        assert (last.worker_id, last.keys) == ("p1", tuple(range(MAX_KEYS)))
+        assert (last.worker_id, last.keys, last.load) == ("p1", tuple(range(MAX_KEYS)), None)
         assert last.name != first.name
         assert heard.empty()
 
@@ -81,6 +85,26 @@ async def test_what_no_router_wrote_is_passed_over_and_a_stream_of_another_type_
             fields = {"by": "x", "to": "odd", "ms": 1, "keys": b"", **odd}
             await store.call(partial(lambda redis, its: redis.xadd(keys.placements, its), its=fields))
         await listening(store, one, heard)
+
+
+async def test_a_load_that_is_missing_or_malformed_leaves_the_blocks_expected(store: Store) -> None:
+    """By routers of another version, before and after this one."""
+    keys = Keys(f"placements-{next(CLUSTERS)}")
+    blocks = {"by": "x", "to": "of other", "ms": 1000, "keys": bytes([7, *bytes(7)])}
+    odd = (
+        {},
+        {"load": "1 2 3"},
+        {"at": "d", "load": "many"},
+        {"at": "d", "load": "1 2"},
+        {"at": b"\xff", "load": "1 2 3"},
+    )
+    async with routers(store, keys) as (one, heard, _):
+        await listening(store, one, heard)
+        for load in (*odd, {"at": "d", "load": "9" * 5000}, {"at": "d", "load": "-1 2 3"}):
+            await store.call(partial(lambda redis, its: redis.xadd(keys.placements, its), its={**blocks, **load}))
+        told = [await asyncio.wait_for(heard.get(), 10) for _ in range(len(odd) + 2)]
+        assert {one.keys for one in told} == {(7,)}
+        assert [one.load for one in told] == [None] * (len(odd) + 1) + [Brought("d", -1, 2, 3)]
 
 
 async def test_what_another_told_is_believed_for_no_longer_and_in_no_more_blocks_than_is_told_here(

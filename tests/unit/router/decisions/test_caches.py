@@ -3,10 +3,11 @@ from dataclasses import replace
 from headrace.blocks import BlockHasher, BlockId, probe
 from headrace.keys import Digest, Event, EventBatch, EventKind, Snapshot, Tier, low_halves
 from headrace.values import Load, Role
-from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction, Told
+from router.decisions.caches import EXPECT_SECONDS, SETTLE_SECONDS, Caches, Prediction
 from router.decisions.chain import SLICE_BLOCKS, Chain, keys_of
 from router.decisions.index import Index
 from router.decisions.placement import Ask, Placed, place
+from router.decisions.told import Brought, Told
 from router.decisions.truth import Fallback
 from router.decisions.view import View, WorkerView
 from tests.null_worker import worker_info
@@ -71,11 +72,19 @@ def test_what_another_router_placed_is_found_there_until_its_time_is_over() -> N
     one, other = Caches(followed(*view.workers), told.append), Caches(followed(*view.workers))
     put(one, view)
     (placement,) = told
-    other.told(placement, view, 10.0)
-    other.told(replace(placement, name="x", worker_id="gone"), view, 10.0)
+    other.told(placement, workers[0].info, 10.0)
     assert other.predict(TOKENS, "", view, 10.0).cached_tokens == {placement.worker_id: 400}
     assert other.predict(TOKENS, "", view, 10.0).promised == {}
     assert other.predict(TOKENS, "", view, 10.0 + placement.seconds).cached_tokens == {}
+
+
+def test_the_load_of_a_placement_is_told_and_not_again_of_a_decode_worker_that_owns_the_request() -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE)
+    view, told = View((p, d)), list[Told]()
+    caches = Caches(followed(p, d, hold=ids(p)[:60]), told.append)
+    put(caches, view)
+    put(caches, view, to="d")
+    assert [one.load for one in told] == [Brought("d", 400, 160, 1), Brought("d", 0, 1, 0)]
 
 
 def test_a_decode_worker_holds_a_prompt_no_sooner_than_it_came_there() -> None:

@@ -9,6 +9,7 @@ from headrace.values import Load, LoadReport, Role, WorkerInfo
 from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
+from router.decisions.told import ON_ITS_WAY_SECONDS, Brought, Told
 from router.decisions.view import View, Views, net_load, worker_view
 from tests.null_worker import worker_info
 
@@ -52,6 +53,46 @@ class Session:
     info: WorkerInfo
     report: LoadReport | None = None
     lost: str | None = None
+
+
+def test_what_another_router_placed_is_load_here_until_the_workers_report_it_themselves() -> None:
+    views, sessions = Views(Ledger(), Health()), {name: Session(worker_info(name)) for name in "pd"}
+    for name, session in sessions.items():
+        views.heard(name, session, 0.0)
+
+    def load(name: str) -> Load:
+        view = views.view().find(name)
+        assert view is not None
+        return view.load
+
+    def report(name: str, now: float, total: Load) -> None:
+        sessions[name].report = LoadReport(total, Load(), CostModel(), Role.UNIFIED, free_blocks=9)
+        views.heard(name, sessions[name], now)
+
+    views.told(Told("r", "p", (), 3.0, Brought("d", 100, 60, 2)), 1.0)
+    assert load("p") == Load(num_waiting=1, waiting_prefill_tokens=60)
+    assert load("d") == Load(num_waiting=2, claimed_tokens=100)
+    report("p", 1.0 + ON_ITS_WAY_SECONDS / 2, Load())
+    assert load("p").waiting_prefill_tokens == 60, "made before the request came there"
+    report("p", 1.05, Load(num_waiting=1, waiting_prefill_tokens=60))
+    assert load("p").waiting_prefill_tokens == 60, "counted twice, or not at all"
+    assert load("d").claimed_tokens == 100, "by its own reports alone"
+    report("p", 4.0, Load())
+    assert load("d") == Load(), "told for 3 s"
+
+
+def test_of_what_others_tell_no_more_is_believed_than_a_worker_can_have() -> None:
+    views, session = Views(Ledger(), Health()), Session(worker_info("w", max_num_seqs=4))
+    views.heard("w", session, 0.0)
+    for decode, worker in (("gone", "w"), ("w", "gone")):
+        views.told(Told("r", worker, (), 3.0, Brought(decode, 1, 1, 1)), 0.0)
+    assert views.view().workers[0].load == Load()
+    views.told(Told("r", "w", (), 3.0, Brought("w", 10**400, -5, 10**400)), 0.0)
+    most = session.info.capacity.max_context_tokens
+    assert views.view().workers[0].load == Load(num_waiting=4, claimed_tokens=most)
+    views.heard("w", None, 0.0)
+    views.heard("w", session, 0.0)
+    assert views.view().workers[0].load == Load(), "it began anew"
 
 
 NAMES = st.sampled_from("abc")

@@ -556,9 +556,21 @@ def test_load_says_what_waits_and_runs_and_whose_it_is() -> None:
     worker.scheduler.expect(expected, 0.0)
     worker.scheduler.incoming.claim(expected.key)
     assert worker.scheduler.load() == Load(
-        num_waiting=2, num_running=1, waiting_prefill_tokens=9, context_tokens=6, used_blocks=2, claimed_tokens=8
+        num_waiting=2, num_running=1, waiting_prefill_tokens=6 + 9, context_tokens=6, used_blocks=2, claimed_tokens=8
     )
     assert worker.scheduler.load_of([waiting.key, RequestKey("gone")]) == Load(num_waiting=1, waiting_prefill_tokens=9)
+
+
+def test_a_prompt_is_load_until_it_is_computed_and_not_only_until_it_is_planned() -> None:
+    """What a step of half a second is busy with showed in no report: other routers took the worker for an idle one."""
+    worker = CheckedWorker(NO_EOS, max_step_tokens=8)
+    worker.scheduler.submit(request("a", 13), 0.0)
+    left = []
+    for act in (worker.launch, worker.launch, worker.land, worker.land):
+        act()
+        left.append(worker.scheduler.load().waiting_prefill_tokens)
+    assert left == [13, 13, 5, 0]
+    assert worker.scheduler.load().num_running == 1
 
 
 def test_there_is_work_until_the_last_result_is_in() -> None:
