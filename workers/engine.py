@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.clock import Clock
@@ -53,10 +54,13 @@ class Listener(Protocol):
         """Nobody pulled or renewed a finished ticket in time; its blocks are free."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
+    """`ended_at`: when a rank's thread said so; the event loop hears of it later."""
+
     plan: StepPlan
     result: Future[StepResult]
+    ended_at: float = 0.0
 
 
 class Engine:
@@ -80,13 +84,14 @@ class Engine:
         self.clock = clock
         self.num_steps = 0
         self._overlap = overlap
-        self._pacing = Pacing() if late_launch else None
+        self.pacing = Pacing() if late_launch else None
         self._ranges = ranges
         self._faults = faults or Faults()
         self._fit = StepFit(clock.now, graph_tokens)
         self._wake = asyncio.Event()
         self._occupied = asyncio.Event()
         self._pulse = asyncio.Event()
+        self._stir = asyncio.Event()
         self.version = 0
         self._busy_since: float | None = None
 
@@ -101,6 +106,7 @@ class Engine:
     def changed(self) -> None:
         """Something was given to, or taken from, the scheduler."""
         self._wake.set()
+        self._stir.set()
         self._occupied.set()
         self._tell_waiters()
 
@@ -126,14 +132,14 @@ class Engine:
                 await self._idle()
                 continue
             flight = await self._launch(plan, listener, self.clock.now())
-            self._postprocess(flight.plan, await self._land(flight), listener)
+            self._postprocess(flight, await self._land(flight), listener)
 
     async def _run_overlapped(self, listener: Listener) -> None:
         flights: deque[_Flight] = deque()
         while True:
             while len(flights) < self.scheduler.limits.plans_in_flight:
-                if self._pacing is not None and flights:
-                    await self._hold(self._pacing, flights[0])
+                if self.pacing is not None and flights:
+                    await self._hold(self.pacing, flights[0])
                 began = self.clock.now()
                 if (plan := self._schedule()) is None:
                     break
@@ -142,7 +148,7 @@ class Engine:
                 await self._idle()
                 continue
             flight = flights.popleft()
-            self._postprocess(flight.plan, await self._land(flight), listener)
+            self._postprocess(flight, await self._land(flight), listener)
 
     def act_out_faults(self) -> None:
         """Those that change what the scheduler has to do with: a smaller pool, a sequence preempted."""
@@ -157,23 +163,41 @@ class Engine:
             return self.scheduler.schedule(self.clock.now())
 
     async def _hold(self, pacing: Pacing, flight: _Flight) -> None:
-        """Until it is time for the next step; at the latest until this one has landed."""
-        release_at = pacing.release_at(self.cost)
-        if release_at is not None and (seconds := release_at - self.clock.now()) > 0:
-            with suppress(Exception):  # what it failed with is raised where it lands
-                async with asyncio.timeout(seconds):
-                    await settled(flight.result)
+        """Until it is time for the next step; at the latest until this one has landed. What comes meanwhile may want more
+        time."""
+        landed = asyncio.wrap_future(flight.result)
+        landed.add_done_callback(self._stirred)
+        while not landed.done():
+            self._stir.clear()
+            now = self.clock.now()
+            release_at = pacing.release_at(self.cost, now, alike=not self.scheduler.starting)
+            if release_at is None or release_at <= now:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(release_at - now):
+                    await self._stir.wait()
+                    continue
+            break
+
+    def _stirred(self, landed: asyncio.Future[StepResult]) -> None:
+        if not landed.cancelled():
+            landed.exception()  # is raised where it lands
+        self._stir.set()
 
     async def _launch(self, plan: StepPlan, listener: Listener, began: float) -> _Flight:
         if self._busy_since is None:
             self._busy_since = self.clock.now()
         await self._faults.reach("step")
         flight = _Flight(plan, self.executor.step(plan))
-        if self._pacing is not None:
-            self._pacing.launched(StepWork.of(plan), self.cost, began, self.clock.now())
+        if self.pacing is not None:
+            flight.result.add_done_callback(partial(self._ended, flight))
+            self.pacing.launched(StepWork.of(plan), self.cost, began, self.clock.now(), starts=bool(plan.starts))
         for chunk in self.scheduler.take_ahead():
             listener.on_chunk(chunk)
         return flight
+
+    def _ended(self, flight: _Flight, result: Future[StepResult]) -> None:
+        flight.ended_at = self.clock.now()
 
     async def _land(self, flight: _Flight) -> StepResult:
         try:
@@ -183,19 +207,19 @@ class Engine:
         except Exception as error:
             raise WorkerLost(f"step {flight.plan.number} failed: {type(error).__name__}: {error}") from error
 
-    def _postprocess(self, plan: StepPlan, result: StepResult, listener: Listener) -> None:
+    def _postprocess(self, flight: _Flight, result: StepResult, listener: Listener) -> None:
         with self._ranges("postprocess"):
             now = self.clock.now()
             events = self.scheduler.apply(result, now)
             self.num_steps += 1
             self._busy_since = now
-            if self._pacing is not None:
-                self._pacing.landed(result.ahead_seconds, now)
+            if self.pacing is not None:
+                self.pacing.landed(result.seconds, result.ahead_seconds, flight.ended_at)
             for chunk in events.chunks:  # first what others wait for
                 listener.on_chunk(chunk)
             if events.outputs:
                 listener.on_outputs(events.outputs)
-            work = StepWork.of(plan)
+            work = StepWork.of(flight.plan)
             self._fit.add(work, result.seconds)
             listener.on_step(work, result.seconds)
             self._tell_waiters()

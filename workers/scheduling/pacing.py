@@ -4,78 +4,138 @@ At once, the step after the next is fixed while its predecessor has hardly begun
 for the rest of the one and for all of the other. Shortly before its predecessor's end, it joins. What is too late leaves
 the device idle, which every sequence pays for; so the time kept in hand is learnt from what it would have taken, and
 where nothing is known, or nothing is gained, a step is launched at once.
+
+What it would have taken has a long tail: a host that stands still now and then, and launches that wait for the device
+whatever they are given, as those of other rows than the last step's were seen to. To cover all of it holds nothing, ever.
+So a tail may cost IDLE_FRACTION, and such steps have a lead of their own.
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
-from heapq import nlargest
+from statistics import median
 
 from headrace.costmodel import CostModel
 from workers.scheduling.work import StepKind, StepWork
 
 MIN_SAMPLES = 16
-WINDOW = 64
-MARGIN_SECONDS = 1e-3  # timers of an event loop are as coarse
+WINDOW = 256
+IDLE_FRACTION = 0.005  # of the device's time, for what becomes runnable to wait for one step and not for two
+RECENT = 9  # steps, by whose median the fit is corrected
+MARGIN_SECONDS = 5e-4  # so late is an end heard of
+
+
+class Lead:
+    """The time kept in hand for one sort of steps. Owned by a Pacing."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.seconds: float | None = None
+
+    def add(self, needed: float, most: float) -> None:
+        """A step should have been given `needed`; `most`, its predecessor's length, is all that it could have been: what
+        it lacks then no lead gives."""
+        self._samples.append((min(max(needed, 0.0), most), most))
+        if len(self._samples) >= MIN_SAMPLES:
+            self.seconds = least_lead(self._samples)
+
+
+def least_lead(samples: Collection[tuple[float, float]]) -> float:
+    """The shortest with which the device would have waited for at most IDLE_FRACTION of these steps' time."""
+    total = -IDLE_FRACTION * sum([most for _, most in samples])
+    lead = 0.0
+    for count, needed in enumerate(sorted([needed for needed, _ in samples], reverse=True), 1):
+        if needed <= lead:
+            break
+        total += needed
+        lead = max(lead, total / count)
+    return lead
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
-    """Of a step that was launched while another computed: the time it was given until that one's expected end."""
+class Paced:
+    """Of a step that was launched while another computed, in seconds: for how long it was held, the time that it was given
+    until that one's expected end, what was left of it when it had been launched (negative: the device waited), the time
+    kept in hand for its sort, None while that is unknown, and its predecessor's expected length. `alike`: the rows of its
+    predecessor and no others."""
 
-    given_seconds: float
+    alike: bool
+    held: float
+    given: float
+    most: float
+    lead: float | None
+    ahead: float = 0.0
 
 
 class Pacing:
     """Owned by one engine. Every step is launched() and then landed(), in one order; of two in flight the first computes.
 
     Only behind a step of decodes alone is anything held: a prompt's length is known less well, and its chunks should
-    follow each other. `needed`: of each step that was launched behind another, the time it should have been given before
-    the expected end to be launched at the true one: planning, the way to the ranks, their launch, the late timer, and by
-    how much that end was expected too late. Of the last WINDOW the most but one is kept in hand, and MARGIN_SECONDS more.
-    """
+    follow each other. What a step needed: the time that it should have been given before the expected end to be launched
+    at the true one: planning, the way to the ranks, their launch, the late timer, and by how much that end was expected too
+    late. That end is the fit's, corrected by how long the last RECENT steps took: the fit is of all batches. `last`: of
+    the last that landed, where it was behind another."""
 
     def __init__(self) -> None:
-        self._needed: deque[float] = deque(maxlen=WINDOW)
-        self._flights: deque[tuple[StepWork, float, _Behind | None]] = deque()
+        self.last: Paced | None = None
+        self._leads = {True: Lead(), False: Lead()}
+        self._flights: deque[tuple[StepWork, float, float, Paced | None]] = deque()
+        self._errors: deque[float] = deque(maxlen=RECENT)
         self._ended_at = 0.0
+        self._held_since: float | None = None
         self._release_at: float | None = None
 
-    @property
-    def lead_seconds(self) -> float | None:
+    def lead_seconds(self, *, alike: bool) -> float | None:
         """The time kept in hand; None: not known yet."""
-        if len(self._needed) < MIN_SAMPLES:
-            return None
-        return max(nlargest(2, self._needed)[1], 0.0) + MARGIN_SECONDS
+        return self._leads[alike].seconds
 
-    def release_at(self, cost: CostModel) -> float | None:
-        """When the next step should be planned and launched; None: at once."""
+    def release_at(self, cost: CostModel, now: float, *, alike: bool) -> float | None:
+        """When the next step should be planned and launched; None: at once. `alike`: as far as is known now, it has the
+        rows of the one in flight. To be asked again when that changes."""
+        if self._held_since is None:
+            self._held_since = now
         self._release_at = None
-        end, lead = self._expected_end(cost), self.lead_seconds
+        end, lead = self._expected_end(cost), self._leads[alike].seconds
         if end is None or lead is None:
             return None
-        self._release_at = end - lead
+        self._release_at = max(end - lead, now)
         return self._release_at
 
-    def launched(self, work: StepWork, cost: CostModel, began: float, now: float) -> None:
-        """`began`: its planning, where it was not held. One that was held began when that ended, however late it woke."""
-        end, release, self._release_at = self._expected_end(cost), self._release_at, None
-        behind = None
+    def launched(self, work: StepWork, cost: CostModel, began: float, now: float, *, starts: bool) -> None:
+        """`began`: its planning, where it was not held. One that was held began when that ended, however late it woke.
+        `starts`: a row is taken by another sequence."""
+        end, release, since = self._expected_end(cost), self._release_at, self._held_since
+        self._release_at = self._held_since = None
+        paced = None
         if end is not None:
-            behind = _Behind(end - (began if release is None else min(release, began)))
-        self._flights.append((work, now, behind))
+            before, launched_at, _, _ = self._flights[0]
+            alike = not starts and work.kind is StepKind.DECODE and work.num_sequences == before.num_sequences
+            paced = Paced(
+                alike,
+                held=began - since if since is not None else 0.0,
+                given=end - (began if release is None else min(release, began)),
+                most=end - max(self._ended_at, launched_at),
+                lead=self._leads[alike].seconds,
+            )
+        self._flights.append((work, now, work.seconds(cost), paced))
 
-    def landed(self, ahead_seconds: float, now: float) -> None:
-        """`ahead_seconds`: how long before its predecessor's end all ranks had launched it; negative: the device waited."""
-        _, _, behind = self._flights.popleft()
-        self._ended_at = now
-        if behind is not None:
-            self._needed.append(behind.given_seconds - ahead_seconds)
+    def landed(self, seconds: float, ahead: float, ended_at: float) -> None:
+        """`seconds`: what it took; `ahead`: how long before its predecessor's end all ranks had launched it, negative where
+        the device waited; `ended_at`: when it was first heard that it had ended."""
+        work, _, expected, paced = self._flights.popleft()
+        self._ended_at = ended_at
+        self.last = None
+        if work.kind is StepKind.DECODE and expected > 0 and (paced is None or ahead >= 0):
+            self._errors.append(seconds / expected)
+        if paced is not None:
+            self._leads[paced.alike].add(paced.given - ahead + MARGIN_SECONDS, paced.most)
+            self.last = Paced(paced.alike, paced.held, paced.given, paced.most, paced.lead, ahead)
 
     def _expected_end(self, cost: CostModel) -> float | None:
-        """Of the one step in flight, where it decodes alone."""
-        if len(self._flights) != 1:
+        """Of the one step in flight, where it decodes alone, and enough such have shown how good the fit is."""
+        if len(self._flights) != 1 or len(self._errors) < RECENT:
             return None
-        work, launched_at, _ = self._flights[0]
+        work, launched_at, _, _ = self._flights[0]
         if work.kind is not StepKind.DECODE:
             return None
-        return max(self._ended_at, launched_at) + work.seconds(cost)
+        return max(self._ended_at, launched_at) + work.seconds(cost) * median(self._errors)

@@ -211,6 +211,12 @@ class Scheduler:
         return self._running.has_work or self._waits
 
     @property
+    def starting(self) -> bool:
+        """Whether the next plan may have rows that the last one had not."""
+        running = self._running
+        return bool(running.arrived or running.prefilling or running.preempted or running.num_forking) or self._waits
+
+    @property
     def _waits(self) -> bool:
         return any(state.kind is not Kind.EXPECTED for state in self._backlog)
 
