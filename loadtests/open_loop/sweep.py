@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headrace.clock import Clock
 from headrace.errors import ConfigError
 from headrace.traces import Prompts
 from loadtests.open_loop import knee
@@ -110,7 +111,9 @@ class Folder:
 Showing = Callable[[Traffic, Progress], AbstractContextManager[None]]
 
 
-async def sweep(plan: Plan, source: Source, client: Client, folder: Folder | None, showing: Showing) -> list[Point]:
+async def sweep(
+    plan: Plan, source: Source, client: Client, folder: Folder | None, showing: Showing, clock: Clock | None = None
+) -> list[Point]:
     points: list[Point] = []
     for rate in source.rates:
         point = folder.point(rate) if folder is not None else None
@@ -118,7 +121,7 @@ async def sweep(plan: Plan, source: Source, client: Client, folder: Folder | Non
             traffic, progress = source.at(rate), Progress()
             with showing(traffic, progress):
                 sent = asks(traffic.rows, Prompts(VOCAB_SIZE))
-                found = await run(sent, client, timeout_seconds=plan.timeout, progress=progress)
+                found = await run(sent, client, timeout_seconds=plan.timeout, progress=progress, clock=clock)
             point = measured(plan, traffic, found)
             if folder is not None:
                 folder.keep(point)

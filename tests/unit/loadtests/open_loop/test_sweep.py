@@ -1,5 +1,6 @@
 """A sweep that is kept: goes on where it was, refuses another's folder, and shows the same from its files."""
 
+import asyncio
 import json
 import pathlib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from loadtests.open_loop.plan import Plan, Source, Traffic
 from loadtests.open_loop.show import dry, shown, table
 from loadtests.open_loop.sweep import Folder, Point, result, sweep
 from tests.unit.loadtests.open_loop.test_loop import Scripted, tokens
+from tests.unit.loadtests.open_loop.virtual_loop import VirtualLoop, in_virtual_time
 
 PLAN = Plan("http", "http://host", "m", rates=(200.0, 400.0, 800.0), requests=30, output_tokens=3, warmup=0.0)
 
@@ -37,19 +39,26 @@ class Counting(Scripted):
         return super().prepare(ask)
 
 
-async def swept(plan: Plan, client: Scripted, folder: Folder | None) -> list[Point]:
+def swept(plan: Plan, client: Scripted, folder: Folder | None) -> list[Point]:
+    """Under virtual time: however busy the machine is, no request is sent late."""
     if folder is not None:
         folder.open(plan)
-    return await sweep(plan, Source(plan), client, folder, unshown)
+
+    async def work() -> list[Point]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        return await sweep(plan, Source(plan), client, folder, unshown, loop)
+
+    return in_virtual_time(work())
 
 
-async def test_what_is_through_is_not_run_again_and_reads_the_same(tmp_path: pathlib.Path) -> None:
+def test_what_is_through_is_not_run_again_and_reads_the_same(tmp_path: pathlib.Path) -> None:
     folder = Folder(tmp_path / "s")
     client = Counting()
-    first = await swept(replace(PLAN, rates=(200.0, 400.0)), client, folder)
+    first = swept(replace(PLAN, rates=(200.0, 400.0)), client, folder)
     assert client.num_asked == 60
     (tmp_path / "s" / "rate-400.json").unlink()
-    again = await swept(PLAN, client, folder)
+    again = swept(PLAN, client, folder)
     assert client.num_asked == 60 + 60, "the rate that is missing, and the new one"
     assert json.loads(json.dumps(again[0].as_json())) == json.loads(json.dumps(first[0].as_json()))
     assert again[0].summary == first[0].summary
@@ -61,9 +70,9 @@ async def test_what_is_through_is_not_run_again_and_reads_the_same(tmp_path: pat
     ]
 
 
-async def test_a_folder_of_another_plan_is_left_as_it_is(tmp_path: pathlib.Path) -> None:
+def test_a_folder_of_another_plan_is_left_as_it_is(tmp_path: pathlib.Path) -> None:
     folder = Folder(tmp_path / "s")
-    await swept(replace(PLAN, rates=(400.0,)), Counting(), folder)
+    swept(replace(PLAN, rates=(400.0,)), Counting(), folder)
     before = {path: path.read_bytes() for path in (tmp_path / "s").iterdir()}
     with pytest.raises(ConfigError, match="holds a sweep of another plan: seed was 0, now 1"):
         folder.open(replace(PLAN, seed=1))
@@ -88,8 +97,8 @@ def test_a_point_cut_in_half_is_named(tmp_path: pathlib.Path) -> None:
         Folder(tmp_path).point(200.0)
 
 
-async def test_a_report_says_all_and_needs_nothing_from_elsewhere() -> None:
-    points = await swept(PLAN, Counting(), None)
+def test_a_report_says_all_and_needs_nothing_from_elsewhere() -> None:
+    points = swept(PLAN, Counting(), None)
     said = result(PLAN, points, {"bench": "load"})
     assert [point["rate"] for point in said["points"]] == [200.0, 400.0, 800.0]
     assert said["knee"]["kind"] in ("Knee", "Beyond")
