@@ -5,6 +5,7 @@ By hand, a test reads what the router sent (`submits`, `cancels`, `places`) and 
 token of each running sequence, as an engine would.
 
     python -m tests.null_worker --step-seconds 0       # prints its address, serves until its input ends
+    python -m tests.null_worker --gated                # as many steps as each line of its input says, and no more
 """
 
 import argparse
@@ -111,7 +112,9 @@ class NullWorker:
         step_seconds: float = 0.0,
         first_token: int = 100,
         first_at_once: bool = False,
+        gate: asyncio.Semaphore | None = None,
     ) -> None:
+        """`gate`: with auto, a step is made for each permit of it, and none before."""
         self.info = info or worker_info()
         self.submits: asyncio.Queue[Request] = asyncio.Queue()
         self.cancels: asyncio.Queue[RequestKey] = asyncio.Queue()
@@ -124,6 +127,7 @@ class NullWorker:
         self._step_seconds = step_seconds
         self._first_token = first_token
         self._first_at_once = first_at_once
+        self._gate = gate
         self._outboxes: list[Outbox] = []
         self._running: dict[str, _Running] = {}
         self._has_work = asyncio.Event()
@@ -261,6 +265,8 @@ class NullWorker:
             if not self._running:
                 self._has_work.clear()
                 continue
+            if self._gate is not None:
+                await self._gate.acquire()
             for outbox in tuple(self._outboxes):
                 step = self._step(outbox)
                 if step.outputs or step.samples:
@@ -310,7 +316,9 @@ async def _main() -> None:
     parser.add_argument("--num-blocks", type=int, default=4096)
     parser.add_argument("--ids", default="null", help="a worker for each of these ids, with commas between them")
     parser.add_argument("--first-at-once", action="store_true", help="the first token does not wait for a step")
+    parser.add_argument("--gated", action="store_true", help="steps as its input says, a number a line")
     options = parser.parse_args()
+    gate = asyncio.Semaphore(0) if options.gated else None
     async with AsyncExitStack() as ends:
         workers = [
             await ends.enter_async_context(
@@ -325,12 +333,15 @@ async def _main() -> None:
                     step_seconds=options.step_seconds,
                     first_token=options.first_token,
                     first_at_once=options.first_at_once,
+                    gate=gate,
                 )
             )
             for worker_id in options.ids.split(",")
         ]
         print(*(worker.address for worker in workers), flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        while line := await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
+            for _ in range(int(line) if gate is not None else 0):
+                gate.release()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import pathlib
 import resource
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import httpx
 import pytest
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_STREAMS = 1000
 NUM_TOKENS = 24
-STEP_SECONDS = 0.5
 # Twice what was measured (39 KiB over SSE, 33 over gRPC): a stream's own objects, its connection's, and what the allocator
 # keeps of both.
 MAX_BYTES_PER_STREAM = 80 * 2**10
@@ -37,16 +37,29 @@ def enough_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@dataclass(frozen=True)
+class GatedWorker:
+    """Gives the first token at once, and the others when it is told to: all are open at once however long that takes."""
+
+    process: asyncio.subprocess.Process
+    address: str
+
+    def go_on(self) -> None:
+        """To the end of all that it has."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{NUM_TOKENS - 1}\n".encode())
+
+
 @asynccontextmanager
-async def a_null_worker(tokenizer: str) -> AsyncIterator[str]:
-    command = (sys.executable, "-m", "tests.null_worker", "--step-seconds", str(STEP_SECONDS))
+async def a_gated_worker(tokenizer: str) -> AsyncIterator[GatedWorker]:
+    command = (sys.executable, "-m", "tests.null_worker", "--first-at-once", "--gated")
     options = ("--max-num-seqs", str(2 * NUM_STREAMS), "--tokenizer", tokenizer)
     process = await asyncio.create_subprocess_exec(
         *command, *options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
-        yield (await process.stdout.readline()).decode().strip()
+        yield GatedWorker(process, (await process.stdout.readline()).decode().strip())
     finally:
         process.kill()
         await process.wait()
@@ -76,8 +89,12 @@ async def over_sse(router: RunningRouter, opened: "asyncio.Semaphore") -> None:
         assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as http:
-        await asyncio.gather(*(one(http) for _ in range(NUM_STREAMS)))
+    async with AsyncExitStack() as ends:
+        # a client looks through all its connections for each request
+        clients = [httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) for _ in range(20)]
+        for client in clients:
+            await ends.enter_async_context(client)
+        await asyncio.gather(*(one(clients[number % len(clients)]) for number in range(NUM_STREAMS)))
 
 
 async def over_grpc(router: RunningRouter, opened: "asyncio.Semaphore") -> None:
@@ -102,8 +119,8 @@ async def test_a_thousand_streams_end_and_leave_nothing(
     checkpoint = tiny_checkpoint(tmp_path / "model")
     streams = {"sse": over_sse, "grpc": over_grpc}[edge]
     async with (
-        a_null_worker(tokenizer_digest(checkpoint)) as worker,
-        running_router(checkpoint, tmp_path / "headrace.yaml", [worker]) as router,
+        a_gated_worker(tokenizer_digest(checkpoint)) as worker,
+        running_router(checkpoint, tmp_path / "headrace.yaml", [worker.address]) as router,
         httpx.AsyncClient(trust_env=False, timeout=60) as http,
     ):
         pid = router.process.pid
@@ -118,6 +135,7 @@ async def test_a_thousand_streams_end_and_leave_nothing(
             in_flight = (await samples(http, router))[metrics.IN_FLIGHT]
             assert in_flight == NUM_STREAMS, "all were open at once"
             taken = resident_bytes(pid)
+            worker.go_on()
             await running
             return taken
 
