@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from headrace.errors import HeadraceError, InternalError
+from headrace.errors import DeadlineExceeded, HeadraceError, InternalError
 from headrace.metrics import Stage
 from headrace.tracing import TraceContext
 from headrace.values import (
@@ -27,6 +27,8 @@ from router.explanations import Explanation, Failure, Recent, explained, reasons
 from router.stages import Marks, RequestTimeline, ttft_stages
 
 STATES = ("queued", "prefill", "decode")
+# What nobody would call late where there are no targets.
+PATIENT_TTFT_SECONDS, PATIENT_TPOT_SECONDS = 10.0, 1.0
 _REFUSALS = frozenset({"Overloaded", "Draining", "NoWorkers", "InvalidRequest", "ContextLengthExceeded"})
 
 
@@ -233,12 +235,26 @@ class Flight:
         return (now - first) / (self.num_generated / self.job.n - 1)
 
     def verdict(self, now: float) -> str | None:
-        """How it did by its targets: as Targets.judge, or "failed"; None of one that its client gave up."""
-        if self.outcome == "cancelled":
+        """How it did by its targets: as Targets.judge, or "failed"; None of one that its client gave up, or ended by a
+        deadline of his own before anything was late."""
+        if self.outcome == "cancelled" or self._was_cut_short(now):
             return None
         if self.outcome != "finished" or self.ttft_seconds is None:
             return "failed"
         return self.job.targets.judge(self.ttft_seconds, self.tpot_seconds(now))
+
+    def _was_cut_short(self, now: float) -> bool:
+        """By its client's deadline, at a time by which nobody owed him more than he had."""
+        if self.outcome != DeadlineExceeded.__name__ or self.job.seconds_left is None:
+            return False
+        targets, first = self.job.targets, self.marks.first_token
+        ttft_seconds = targets.ttft_seconds or PATIENT_TTFT_SECONDS
+        if first is None or self.ttft_seconds is None:
+            return now - self.marks.arrived <= ttft_seconds
+        tokens = max(self.num_generated / self.job.n, 1.0)
+        return self.ttft_seconds <= ttft_seconds and now - first <= tokens * (
+            targets.tpot_seconds or PATIENT_TPOT_SECONDS
+        )
 
     def explanation(self, outcome: str, now: float) -> Explanation:
         return explained(self.outline(outcome, now), self.decided)

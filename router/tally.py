@@ -71,6 +71,8 @@ class Tally:
         self.canary_at = max(self.canary_at, flight.marks.began)
         name = flight.given_up_by or flight.revision
         verdict = flight.verdict(now)
+        if verdict is None and not flight.given_up_by:
+            return  # its client's own deadline says nothing of who served him
         counts = RevisionCounts(ended=1, failed=int(bool(flight.given_up_by) or verdict == "failed"))
         if not counts.failed:
             usage, tpot = flight.usage(), flight.tpot_seconds(now)

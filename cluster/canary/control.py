@@ -2,9 +2,10 @@
 routers. Its workers are pools like others, started and drained by the controller's own loop."""
 
 import logging
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from cluster.canary.decide import Seen, Turned, split_of, turn, with_canary
 from cluster.canary.evidence import fresh, heard
@@ -12,17 +13,22 @@ from cluster.canary.store import CanaryState, Found
 from cluster.canary.values import Evidence, Phase, State, written
 from cluster.leased import leased_workers
 from cluster.reconcile import Desired, ObservedWorker
+from cluster.reconcile import Phase as WorkerPhase
 from cluster.router_reports import router_reports
 from headrace.config import ClusterConfig, EngineConfig, PoolConfig
+from headrace.revisions import Split
 from headrace.store import Store
-from headrace.values import WorkerInfo
+from headrace.values import STABLE, WorkerInfo
 
 log = logging.getLogger(__name__)
+
+SETTLED_SECONDS = 30.0  # between writes of a canary of which nothing changes any more
 
 
 class Canary:
     """Owns what it last knew of the canary, for when Redis loses it, and the deaths of workers that it has not counted yet.
-    Only a controller that leads calls turn()."""
+    Only a controller that leads calls turn(). `_held`: while what stands in Redis is of another version, how many workers
+    there are of each pool that has, or had, some of another revision than the file's."""
 
     def __init__(self, config: ClusterConfig, store: Store) -> None:
         self._config = config
@@ -32,10 +38,17 @@ class Canary:
         self._evidence: Evidence | None = None
         self._room: int | None = None
         self._deaths: deque[tuple[str, str]] = deque()
+        self._held: dict[str, int] | None = None
+        self._told: Split | None = None
+        self._told_at = -inf
 
     async def turn(self, token: str, desired: Desired, workers: Sequence[ObservedWorker], clock: float) -> None:
         """One round. StoreUnavailable when Redis does not answer: then nothing was changed, or all that was decided."""
         found = await self._redis.read()
+        if found.foreign:
+            self._hold(workers)
+            return
+        self._held = None
         now = await self._redis.time()
         state = self._begun(found, now)
         if state is None:
@@ -66,10 +79,28 @@ class Canary:
             await self._unlike(state),
         )
         turned = turn(seen)
-        if await self._redis.commit(
-            found, token, turned.state, split_of(seen, turned.state), turned.evidence, turned.events
-        ):
+        split = split_of(seen, turned.state)
+        if self._is_settled(found, turned, split) and clock - self._told_at < SETTLED_SECONDS:
             self._take(turned, len(deaths))
+        elif await self._redis.commit(found, token, turned.state, split, turned.evidence, turned.events):
+            self._told, self._told_at = split, clock
+            self._take(turned, len(deaths))
+
+    def _is_settled(self, found: Found, turned: Turned, split: Split) -> bool:
+        """All of it stands there already, and no router needs to know that somebody turns: there is nothing to judge."""
+        told = replace(self._told, beat=split.beat) if self._told is not None else None
+        over = not turned.state.phase.under_way and not split.percent
+        return over and turned.state == found.state and not turned.events and split == told
+
+    def _hold(self, workers: Sequence[ObservedWorker]) -> None:
+        if self._held is None:
+            log.error(
+                "the canary's state in Redis was written by another version: until that one leads, or the key is deleted, "
+                "no worker is drained or flipped, and none starts in the place of one of another revision"
+            )
+        there = Counter(worker.pool for worker in workers if worker.phase in (WorkerPhase.STARTING, WorkerPhase.READY))
+        others = {worker.pool for worker in workers if worker.revision != STABLE}
+        self._held = {name: there[name] for name in others | (self._held or {}).keys()}
 
     async def _evidence_of(self, state: State) -> Evidence:
         remembered = self._evidence
@@ -120,10 +151,14 @@ class Canary:
 
     def applied(self, desired: Desired) -> Desired:
         """All pools that are to be: the canary's among them while it is under way."""
+        if self._held is not None:
+            return held(desired, self._held)
         return with_canary(desired, self._state, self._room) if self._state is not None else desired
 
     def num_gpus(self, workers: Sequence[ObservedWorker]) -> int:
         """Those that it holds or may take at once."""
+        if self._held is not None:
+            return sum(worker.layout.world_size for worker in workers if worker.pool not in self._config.pools)
         if self._state is None:
             return 0
         pools = self._state.canary.pools
@@ -150,6 +185,16 @@ class Canary:
             return config.model, config.engine, own
         its = state.canary
         return its.model or config.model, its.engine, own or its.pools.get(pool)
+
+
+def held(desired: Desired, most: Mapping[str, int]) -> Desired:
+    """What is there stays, as where nothing is known of what is desired. A pool with workers of another revision than the
+    file's gets no more: which settings they would need nobody here can read."""
+    pools = {
+        name: replace(pool, replicas=min(pool.replicas, most.get(name, pool.replicas)))
+        for name, pool in desired.pools.items()
+    }
+    return Desired(pools, trusted=False)
 
 
 def begin(before: State | None, percent: float, settings: str, now: float, *, declared: str | None = None) -> State:

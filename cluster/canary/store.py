@@ -2,7 +2,8 @@
 
 The leading controller writes all of them in one step at each of its turns, fenced: only while it leads, and only over the
 state that it read. Operators write the state and why, over the one that they read, and the controller acts on it. Every
-call raises StoreUnavailable when Redis is away; what another version wrote counts as absent."""
+call raises StoreUnavailable when Redis is away; what is no value of ours counts as absent. A state that another version
+wrote does not: whoever takes it for none would end what it describes."""
 
 import json
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from cluster.canary.evidence import decode_evidence, encode_evidence
 from cluster.canary.report import Standing
 from cluster.canary.values import Event, Evidence, State, parsed
 from cluster.state import text
+from headrace.errors import ConfigError
 from headrace.keys import Keys
 from headrace.revisions import Split, encode_split
 from headrace.store import Store
@@ -42,11 +44,12 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The state, and the text of it that whoever writes another must name; `state` None: there is none, or none of this
-    version."""
+    """The state, and the text of it that whoever writes another must name; `state` None: there is none, or it is `foreign`,
+    of another version."""
 
     raw: str
     state: State | None
+    foreign: bool = False
 
 
 class CanaryState:
@@ -65,7 +68,18 @@ class CanaryState:
         raw = await text(self._store, self._keys.canary)
         if raw is None:
             return Found("", None)
-        return Found(raw.decode(errors="replace"), decode_state(raw))
+        state = decode_state(raw)
+        return Found(raw.decode(errors="replace"), state, state is None and _is_a_state(raw))
+
+    async def known(self) -> Found:
+        """For operators: ConfigError where it is of another version."""
+        found = await self.read()
+        if found.foreign:
+            raise ConfigError(
+                "the canary's state was written by another version of headrace: ask with that one, or delete the key "
+                f"{self._keys.canary} of Redis; workers of its revisions are then replaced by what the file says"
+            )
+        return found
 
     async def evidence(self) -> Evidence:
         return decode_evidence(await text(self._store, self._keys.canary_evidence)) or Evidence()
@@ -114,13 +128,24 @@ def encode_state(state: State) -> str:
 
 
 def decode_state(raw: bytes | str) -> State | None:
-    """None when it is no state of this version: a canary whose settings nobody can read is none."""
+    """None when it is no state of this version."""
     try:
         state = codec.decode(State, json.loads(raw))
         parsed(state.settings)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return state
+
+
+def _is_a_state(raw: bytes) -> bool:
+    """Whether some version of this wrote it."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(data, dict) or type(data.get("number")) is not int:
+        return False
+    return all(isinstance(data.get(name), str) for name in ("phase", "settings"))
 
 
 def _decoded_event(raw: bytes) -> Event | None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from cluster.canary import operators
 from cluster.canary.evidence import decode_sides
 from cluster.canary.judge import judge
-from cluster.canary.report import figures
+from cluster.canary.report import Standing, figures
 from cluster.canary.store import CanaryState
 from cluster.canary.values import Event, State
 from cluster.commands.autoscale import cluster_options, session_of
@@ -135,7 +135,7 @@ def _ask(session: Session, word: Callable[[State | None, float], operators.Asked
 
     async def write(redis: CanaryState) -> None:
         for _ in range(TRIES):
-            found = await redis.read()
+            found = await redis.known()
             if await redis.ask(found, *word(found.state, await redis.time())):
                 return
         raise InternalError("the canary's state changes all the time: nothing was written")
@@ -145,7 +145,11 @@ def _ask(session: Session, word: Callable[[State | None, float], operators.Asked
 
 
 def _show(session: Session, as_json: bool) -> None:
-    standing = _asked(session, CanaryState.standing)
+    async def read(redis: CanaryState) -> Standing | None:
+        await redis.known()
+        return await redis.standing()
+
+    standing = _asked(session, read)
     if standing is None:
         raise ConfigError(NONE)
     shown = figures(standing)

@@ -1,7 +1,8 @@
 import pytest
 
-from headrace.errors import InternalError
+from headrace.errors import DeadlineExceeded, InternalError
 from headrace.values import FinishReason, RequestKey, SamplingParams, SequenceOutput, Usage
+from router.decisions.tenants import NO_TARGETS, Targets
 from router.flight import Flight
 from tests.unit.router.stage import job, open_text
 
@@ -66,3 +67,29 @@ def test_what_is_submitted_carries_time_left_and_never_less_than_none() -> None:
     assert on.request(9.0, 64).seconds_left == 0.0
     assert on.request(3.0, 64).local_prefill_max_tokens == 64
     assert on.request(3.0, 64).prefill is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "first", "now", "verdict"),
+    [
+        (Targets(1.0, 0.1), None, 0.5, None),
+        (Targets(1.0, 0.1), None, 1.5, "failed"),
+        (Targets(1.0, 0.1), 0.5, 0.7, None),
+        (Targets(1.0, 0.1), 0.5, 0.9, "failed"),
+        (NO_TARGETS, None, 9.0, None),
+        (NO_TARGETS, None, 11.0, "failed"),
+        (NO_TARGETS, 1.0, 20.0, "failed"),
+    ],
+)
+def test_what_a_clients_own_deadline_ended_before_anything_was_late_says_nothing(
+    targets: Targets, first: float | None, now: float, verdict: str | None
+) -> None:
+    on = flight(targets=targets, seconds_left=now)
+    on.outcome = DeadlineExceeded.__name__
+    if first is not None:
+        on.marks.first_token = first
+        on.relay([said("abc", 3)])
+    assert on.verdict(now) == verdict
+    of_ours = flight(targets=targets)
+    of_ours.outcome = DeadlineExceeded.__name__
+    assert of_ours.verdict(now) == "failed", "the configured limit is our own"

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace import metrics
-from headrace.errors import Draining, HeadraceError, NoWorkers, Overloaded, WorkerLost
+from headrace.errors import DeadlineExceeded, Draining, HeadraceError, NoWorkers, Overloaded, WorkerLost
 from headrace.reports import RevisionCounts
 from headrace.revisions import Split
 from headrace.values import FinishReason, Role, Timeline, Usage
@@ -89,6 +89,19 @@ async def test_case_a_canary_that_is_full_or_drains_has_no_room_and_did_not_fail
         await task
         assert diverted("no_room") == before + 1
         assert {name: its.failed for name, its in on.requests.report().revisions.items()} == {"stable": 0}
+
+
+async def test_case_a_client_whose_own_deadlines_leave_no_time_ends_no_canary() -> None:
+    """One conversation that asked for answers within a millisecond failed on the canary alone, and rolled it back."""
+    async with two() as (on, _, canary, _):
+        for number in range(3):
+            task, _ = await begin(on, canary, request_id=f"r{number}", seconds_left=0.02)
+            with pytest.raises(DeadlineExceeded):
+                await task
+        report = on.requests.report()
+        assert report.ended == 3
+        assert report.revisions == {}, "nor is it a failure of what serves"
+        assert sum(its.failed for its in report.classes.values()) == 0, "for which the autoscaler would start workers"
 
 
 async def test_case_canaries_that_are_numbered_anew_are_counted_too() -> None:

@@ -2,22 +2,23 @@
 
 import asyncio
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.canary.control import Canary, begin
-from cluster.canary.store import CanaryState, Found
+from cluster.canary.control import SETTLED_SECONDS, Canary, begin
+from cluster.canary.store import CanaryState, Found, encode_state
 from cluster.canary.values import Phase, State, written
 from cluster.controller import Controller
 from cluster.pools import Addresses, Progress
-from cluster.reconcile import Desired, DesiredPool, ObservedWorker
+from cluster.reconcile import Desired, DesiredPool, Observed, ObservedWorker, reconcile
 from cluster.state import ControlState, configured
 from headrace.clock import SystemClock
 from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
-from headrace.errors import WorkerLost
+from headrace.errors import ConfigError, WorkerLost
 from headrace.keys import Keys
 from headrace.leases import lease_fields
 from headrace.reports import RevisionCounts, RouterReport, encode_report
@@ -181,6 +182,48 @@ async def test_case_what_was_counted_of_a_canary_before_redis_was_flushed_is_not
         await its.say(RouterReport("r", "", 1.0, canary=1, revisions=more))
         await its.turn()
         assert (await its.redis.evidence()).of("v2").ended == 10
+
+
+async def test_case_a_state_of_another_version_ends_nothing(redis_url: str) -> None:
+    """It counted as none: the older controller of a rolling update ended the canary, replaced what had been promoted by
+    what its file said, and wrote a state of its own over it."""
+    async with a_world(redis_url) as its:
+        state = await its.turn()
+        told = await its.split()
+        newer = json.loads(encode_state(replace(state, phase=Phase.PROMOTING))) | {"pace": 2}
+        await its.store.call(lambda redis: redis.set(Keys(its.config.name).canary, json.dumps(newer)))
+        mixed = (OWN[0], worker("decode", 1, "v2"), CANARY)
+        for canary in (its.canary, its.another()):
+            await canary.turn(TOKEN, DESIRED, mixed, 0.0)
+            found = await its.redis.read()
+            assert (found.foreign, json.loads(found.raw)) == (True, newer)
+            assert await its.split() == told
+            seen = Observed(mixed, {})
+            assert reconcile(canary.applied(DESIRED), seen, 100.0) == []
+            await canary.turn(TOKEN, DESIRED, OWN[:1], 0.0)
+            assert reconcile(canary.applied(DESIRED), replace(seen, workers=OWN[:1]), 100.0) == [], "of which revision?"
+            assert canary.num_gpus(mixed) == 1
+        with pytest.raises(ConfigError, match="another version"):
+            await its.redis.known()
+        await its.store.call(lambda redis: redis.delete(Keys(its.config.name).canary))
+        assert (await its.turn()).phase is Phase.LIVE
+
+
+async def test_case_a_canary_that_is_over_is_not_written_at_every_turn(redis_url: str) -> None:
+    """Its state, and what was counted, once a second for as long as the cluster lived."""
+    async with a_world(redis_url) as its:
+        state, found = await its.turn(), await its.redis.read()
+        aborted = replace(state, phase=Phase.ABORTED)
+        assert await its.redis.ask(found, aborted, (await its.redis.events())[-1])
+        await its.turn(*OWN)
+        beat = (await its.split()).beat
+        for _ in range(3):
+            await its.canary.turn(TOKEN, DESIRED, OWN, SETTLED_SECONDS - 1.0)
+        assert (await its.split()).beat == beat
+        await its.canary.turn(TOKEN, DESIRED, OWN, SETTLED_SECONDS)
+        assert (await its.split()).beat > beat, "routers' key may be lost alone"
+        await its.store.call(lambda redis: redis.delete(Keys(its.config.name).canary))
+        assert await its.turn(*OWN) == aborted, "a flush is noticed at once"
 
 
 async def test_deaths_are_counted_once_and_survive_a_controller(redis_url: str) -> None:
