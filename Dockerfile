@@ -6,33 +6,40 @@
 # (and its headers, for `cuda`): a mirror's, or your own.
 ARG BASE=python:3.12-slim-bookworm
 
-FROM ${BASE} AS source
+FROM scratch AS source
 WORKDIR /build
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY cluster cluster
 COPY kernels kernels
 COPY loadtests loadtests
 COPY proto proto
 COPY router router
 COPY workers workers
-# pip stays inside: known models come out of wheels (`headrace model fetch`).
+
+# pip stays inside: known models come out of wheels (`headrace model fetch`). uv trusts whom the base trusts, as pip does.
+FROM ${BASE} AS installer
+ENV UV_SYSTEM_CERTS=true
+WORKDIR /build
+COPY constraints.txt ./
 RUN python -m venv /opt/headrace \
     && /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt uv
 
-FROM source AS build-cpu
+# torch is a layer of its own, below the sources: a change of these fetches none of its gigabytes again.
+FROM installer AS build-cpu
 ARG TORCH_INDEX=
 RUN /opt/headrace/bin/pip install --no-cache-dir --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
-    && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
+COPY --from=source /build ./
+RUN /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
         --constraint constraints.txt --build-constraint constraints.txt ".[tracing]" "ray[default,client]"
 
-FROM source AS build-cuda
+FROM installer AS build-cuda
 ARG TORCH=2.11.0
 ARG TORCH_INDEX=
+RUN /opt/headrace/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==${TORCH}"
+COPY --from=source /build ./
 # torch, triton and their CUDA are a set of their own: not those of constraints.txt, which are for CPUs.
 RUN grep -vE '^(torch|triton|setuptools|sympy|networkx|fsspec)==' constraints.txt > /build/constraints-cuda.txt \
-    && /opt/headrace/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        "torch==${TORCH}" \
     && /opt/headrace/bin/uv pip install --no-cache --python /opt/headrace/bin/python \
         --constraint constraints-cuda.txt ".[gpu,nvml,rdma,tracing]" "ray[default,client]"
 # Kernels of these models (known shapes), for this card and these tensor parallel sizes; those of others compile at their

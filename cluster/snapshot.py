@@ -32,30 +32,31 @@ class WorkerStatus:
 class Snapshot:
     """`controller` says what is wrong with the control plane; empty when nothing is. Where none ever was (workers under
     StatefulSets), `workers` are those that hold a lease, and nobody says how many are `desired`. `failures`: why workers
-    that are desired and not ready last ended, by worker id."""
+    that are desired and not ready last ended, by worker id. `blind`: Redis did not answer, so that nothing is known."""
 
     session: Session
     desired: dict[str, int]
     workers: tuple[WorkerStatus, ...]
     controller: str = ""
     failures: Mapping[str, str] = field(default_factory=dict)
+    blind: bool = False
 
 
 async def take(session: Session) -> Snapshot:
     """One look at the cluster. Redis or workers that do not answer are part of the picture, never an error."""
     store = connect(session.redis_url, BUDGET_SECONDS)
-    observed, controller = ObservedState(""), ""
+    observed, controller, blind = ObservedState(""), "", False
     checks: Mapping[str, str] = {}
     try:
         observed, controller = await control_plane(store, session.cluster)
         checks = await _self_checks(store, session.cluster, observed.workers)
     except StoreUnavailable as error:
-        controller = error.message
+        controller, blind = error.message, True
     finally:
         await store.close()
     asked = await asyncio.gather(*(_ask(record) for record in observed.workers))
     workers = [replace(worker, check=checks.get(worker.record.worker_id, "")) for worker in asked]
-    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, failures_of(observed))
+    return Snapshot(session, dict(observed.desired or {}), tuple(workers), controller, failures_of(observed), blind)
 
 
 async def _self_checks(store: Store, cluster: str, workers: Sequence[WorkerRecord]) -> dict[str, str]:

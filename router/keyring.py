@@ -69,7 +69,8 @@ def read_keys(file: pathlib.Path, key: str) -> tuple[str, ...]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: cannot read {file}: {type(error).__name__}", key=key, value=file) from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"{key}: cannot read {file}: {why}", key=key, value=file) from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{key}: {file} holds no key, it must hold one a line", key=key, value=file)

@@ -33,15 +33,22 @@ COLORS = {"ready": "green", "starting": "yellow", "draining": "yellow", "drained
 @click.option("--watch", is_flag=True, help="Keep looking, once a second, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One object; with --watch one a line.")
 def command(cluster: str | None, config: pathlib.Path | None, watch: bool, as_json: bool) -> None:
-    """Show every pool and worker: role, load, KV blocks, hand-offs, and each link with the reason for its kind."""
+    """Show every pool and worker: role, load, KV blocks, hand-offs, and each link with the reason for its kind.
+
+    Ends with 1 where Redis does not answer, so that nobody knows who works; workers that fail are a picture like any other.
+    """
     session = read(cluster) if config is None else described(load(config), config)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_follow_lines(session) if as_json else _follow(session))
-    elif as_json:
-        _say(asyncio.run(take(session)))
+        return
+    snapshot = asyncio.run(take(session))
+    if as_json:
+        _say(snapshot)
     else:
-        Console().print(_render(asyncio.run(take(session))))
+        Console().print(_render(snapshot))
+    if snapshot.blind:
+        raise click.exceptions.Exit(1)
 
 
 def read(cluster: str | None) -> Session:

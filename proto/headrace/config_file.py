@@ -127,7 +127,7 @@ def _first_fault(source: str, error: ValidationError) -> ConfigError:
     field = section.model_fields.get(name) if section is not None else None
     allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
         "String should match pattern", "a text that matches"
-    )
+    ).replace("a valid tuple", "a list")
     given = "(not shown)" if {"api_keys", "key_env"} & {*path, name} else fault.get("input")
     return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
 

@@ -38,7 +38,16 @@ def read(path: pathlib.Path) -> list[TraceRow]:
     form = forms.get(path.suffix)
     if form is None:
         raise TraceError(f"{path}: a trace ends in {' or '.join(forms)}")
-    rows = sorted(form(path), key=lambda row: row.seconds)
+    try:
+        rows = sorted(form(path), key=lambda row: row.seconds)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            f"{path} is no text in UTF-8: byte {error.start} of a piece of it is {error.reason}"
+        ) from error
+    except csv.Error as error:
+        raise TraceError(f"{path} is no CSV: {error}") from error
     if not rows:
         raise TraceError(f"{path}: holds no requests")
     start = rows[0].seconds
@@ -114,7 +123,7 @@ def _azure(path: pathlib.Path) -> Iterator[TraceRow]:
                 seconds = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
                 sizes = int(record["ContextTokens"]), int(record["GeneratedTokens"])
             except (KeyError, TypeError, ValueError) as error:
-                raise TraceError(f"{path}, line {number}: {error!r}") from error
+                raise _wrong(path, number, error, "TIMESTAMP, ContextTokens and GeneratedTokens") from error
             yield _row(path, number, seconds, *sizes)
 
 
@@ -131,8 +140,22 @@ def _mooncake(path: pathlib.Path) -> Iterator[TraceRow]:
                 sizes = int(record["input_length"]), int(record["output_length"])
                 prefix_ids = tuple(int(prefix_id) for prefix_id in record["hash_ids"])
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise TraceError(f"{path}, line {number}: {error!r}") from error
+                raise _wrong(path, number, error, "timestamp, input_length, output_length and hash_ids") from error
             yield replace(_row(path, number, seconds, *sizes), prefix_ids=prefix_ids)
+
+
+def _wrong(path: pathlib.Path, number: int, error: Exception, needed: str) -> TraceError:
+    """What a line is made of, and what it is not. (A column that a line of CSV is too short for is None.)"""
+    match error:
+        case KeyError():
+            why = f"lacks {error.args[0]}"
+        case json.JSONDecodeError():
+            why = f"is not JSON ({error.msg}, column {error.colno})"
+        case TypeError():
+            why = "is no such record, or lacks a value"
+        case _:
+            why = str(error)
+    return TraceError(f"{path}, line {number}: {why}; a request has {needed}")
 
 
 def _row(path: pathlib.Path, number: int, seconds: float, input_tokens: int, output_tokens: int) -> TraceRow:

@@ -223,6 +223,16 @@ def test_a_redis_that_is_away_is_named_without_its_password(
     assert "secret" not in error
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_look_at_a_cluster_whose_redis_is_away_has_failed(
+    command: Command, tmp_path: pathlib.Path, checkpoint: pathlib.Path, form: tuple[str, ...]
+) -> None:
+    path = write(tmp_path, checkpoint, redis={"url": "redis://127.0.0.1:1/0"})
+    ran = command("status", "--config", path, *form)
+    assert ran.status == 1
+    assert "Redis did not serve a call" in ran.out
+
+
 @pytest.mark.parametrize("name", ["status", "down", "chat", "generate"])
 def test_without_a_cluster_there_is_nothing_to_ask(command: Command, name: str) -> None:
     arguments = (name, "hello") if name == "generate" else (name,)

@@ -123,6 +123,7 @@ BAD = {
     "below the range": ("engine: {block_size: 0}", "engine.block_size", "0", "at least 1 and at most 1024"),
     "above the range": ("router: {http_port: 70000}", "router.http_port", "70000", "at most 65535"),
     "not a whole number": ("engine: {max_num_seqs: 1.5}", "engine.max_num_seqs", "1.5", "a whole number at least 1"),
+    "one word where a list is needed": ("router: {api_keys: 5}", "router.api_keys", "(not shown)", "a list"),
     "not a number": ("engine: {kv_bytes: lots}", "engine.kv_bytes", "'lots'", "a whole number at least"),
     "a fraction beyond 1": ("handoff: {claim_fraction: 1.5}", "handoff.claim_fraction", "1.5", "above 0 and at most 1"),
     "not one of the words": ("engine: {device: tpu}", "engine.device", "'tpu'", "'cpu' or 'cuda'"),

@@ -45,21 +45,42 @@ def test_the_sample_beside_the_examples_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n", "a.csv, line 2: KeyError"),
-        ("a.csv", AZURE + "yesterday,1,1\n", "a.csv, line 4: ValueError"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n",
+            "a.csv, line 2: lacks GeneratedTokens; a request",
+        ),
+        ("a.csv", AZURE + "yesterday,1,1\n", "a.csv, line 4: Invalid isoformat string: 'yesterday'"),
+        (
+            "a.csv",
+            AZURE + "2023-11-16 18:16:00\n",
+            "a.csv, line 4: is no such record, or lacks a value; .*ContextTokens",
+        ),
         ("a.csv", AZURE + "2023-11-16 18:16:00,0,1\n", "a.csv, line 4: lengths must be at least 1, got 0 and 1"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("m.jsonl", "{}\n", "m.jsonl, line 1: KeyError"),
-        ("m.jsonl", MOONCAKE + "not json\n", "m.jsonl, line 4: JSONDecodeError"),
-        ("m.jsonl", TIMED % ("NaN", 1), "m.jsonl, line 1: ValueError.*finite"),  # it was read for ever
-        ("m.jsonl", TIMED % ("1e400", 1), "m.jsonl, line 1: ValueError.*finite"),
-        ("m.jsonl", TIMED % (1, "1e400"), "m.jsonl, line 1: OverflowError"),
+        ("m.jsonl", "{}\n", "m.jsonl, line 1: lacks timestamp; a request has timestamp, input_length"),
+        ("m.jsonl", "[1]\n", "m.jsonl, line 1: is no such record"),
+        ("m.jsonl", MOONCAKE + "not json\n", r"m.jsonl, line 4: is not JSON \(Expecting value, column 1\)"),
+        ("m.jsonl", TIMED % ("NaN", 1), "m.jsonl, line 1: a timestamp must be a finite"),  # it was read for ever
+        ("m.jsonl", TIMED % ("1e400", 1), "m.jsonl, line 1: a timestamp must be a finite"),
+        ("m.jsonl", TIMED % (1, "1e400"), "m.jsonl, line 1: cannot convert float infinity"),
         ("m.parquet", "", r"ends in \.csv or \.jsonl"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: pathlib.Path, name: str, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         read(written(tmp_path, name, text))
+
+
+def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TraceError, match=r"gone\.csv cannot be read: No such file"):
+        read(tmp_path / "gone.csv")
+    (tmp_path / "m.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(TraceError, match=r"m\.jsonl is no text in UTF-8"):
+        read(tmp_path / "m.jsonl")
+    (tmp_path / "a.csv").write_text("TIMESTAMP\n" + "x" * 200_000)
+    with pytest.raises(TraceError, match=r"a\.csv is no CSV: field larger than field limit"):
+        read(tmp_path / "a.csv")
 
 
 def test_rows_of_one_stamp_are_spread_up_to_the_next() -> None:

@@ -64,7 +64,7 @@ def test_what_is_missing_is_named(file: pathlib.Path) -> None:
     config = parse(CONFIG.replace("FILE", str(file.parent / "nothing")))
     with pytest.raises(ConfigError, match=r"tenants\.acme\.key_env\[0\]: must name an environment variable that"):
         load_keyring(config, {})
-    with pytest.raises(ConfigError, match=r"tenants\.beta\.key_files: cannot read .*nothing: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"tenants\.beta\.key_files: cannot read .*nothing: No such file"):
         load_keyring(config, {"ACME_KEY": "x"})
 
 
