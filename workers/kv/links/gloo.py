@@ -12,17 +12,17 @@ from workers.kv.links.group import PairGroup, Work
 from workers.kv.links.link import Link
 from workers.kv.links.pair import Pair
 from workers.kv.links.server import Answer, LinkServer
-from workers.kv.links.staged import MakeCarrier, StagedSource, StagedTransport
+from workers.kv.links.staged import Cut, MakeCarrier, StagedSource, StagedTransport
 from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "gloo"
-MESSAGE_BYTES = 16 * 2**20
+CUT = Cut(message_bytes=16 * 2**20, edge_bytes=16 * 2**20, depth=3)
 
 
 def answer(pool: KvPool, seconds: float, hook: ReadHook | None = None) -> Answer:
     """The source's end of each link. `seconds` bounds the wait for each of a peer's messages."""
-    return StagedSource(pool, _carriers(pool, seconds), MESSAGE_BYTES, hook).answer
+    return StagedSource(pool, _carriers(pool, seconds), CUT, hook).answer
 
 
 def serve(pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None) -> KvServer:
@@ -33,7 +33,7 @@ def serve(pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None)
 def link(endpoint: str, pool: KvPool, seconds: float) -> Link:
     """Reads into `pool`. `seconds` bounds forming, and the wait for each message of the peer."""
     where, make = Endpoint.parse(endpoint), _carriers(pool, seconds)
-    return Link(StagedTransport(SCHEME, where, pool, seconds, make, MESSAGE_BYTES))
+    return Link(StagedTransport(SCHEME, where, pool, seconds, make, CUT))
 
 
 def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
@@ -42,8 +42,6 @@ def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
 
 class GlooCarrier:
     """Every message is memory of its own: gloo may still write into it when the link has closed."""
-
-    depth = 2
 
     def __init__(self, pool: KvPool, pair: Pair, me: int, seconds: float) -> None:
         self._pool = pool

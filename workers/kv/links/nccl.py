@@ -8,7 +8,9 @@ whole: nothing that NCCL may still write is the pool's.
 
 A message goes out behind its own gather and behind the message before it, in the order of the device: this process waits
 for neither, so that the link has the next one when it has done one. Each message's room has a stream of its own, for which
-NCCL's waits: the stream that computes is in nobody's way.
+NCCL's waits: the stream that computes is in nobody's way. What comes into a room next comes behind its last scatter on that
+stream, and what is gathered into it comes when its last message is gone: so all rooms but one hold messages under way, and
+the host has the time of two of them to come with the next.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,21 +28,23 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from kernels.tuning import tuning_of
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.links.base import KvServer
 from workers.kv.links.block_copy import BlockCopy, Slabs
 from workers.kv.links.closing import abandonable
 from workers.kv.links.endpoint import Endpoint, Place
 from workers.kv.links.link import Link
+from workers.kv.links.looks import wake_in_time
 from workers.kv.links.pair import Pair
 from workers.kv.links.server import Answer, LinkServer
-from workers.kv.links.staged import SOURCE, MakeCarrier, StagedSource, StagedTransport
+from workers.kv.links.staged import SOURCE, Cut, MakeCarrier, StagedSource, StagedTransport
 from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
-MESSAGE_BYTES = 64 * 2**20
-DEPTH = 2
+CUT = Cut(message_bytes=64 * 2**20, edge_bytes=32 * 2**20, depth=3)
+COPY_PROGRAMS = 48  # of a gather or scatter: memory of our own is faster than a link
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog
 
@@ -48,7 +53,7 @@ _forming = threading.Lock()
 
 def answer(pool: KvPool, seconds: float, hook: ReadHook | None = None) -> Answer:
     """The source's end of each link. `seconds` bounds the wait for each of a peer's messages."""
-    return StagedSource(pool, _carriers(pool, seconds), MESSAGE_BYTES, hook).answer
+    return StagedSource(pool, _carriers(pool, seconds), CUT, hook).answer
 
 
 def serve(pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None) -> KvServer:
@@ -59,11 +64,12 @@ def serve(pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None)
 def link(endpoint: str, pool: KvPool, seconds: float) -> Link:
     """Reads into `pool`. `seconds` bounds forming, and the wait for each message of the peer."""
     where, make = Endpoint.parse(endpoint), _carriers(pool, seconds)
-    return Link(StagedTransport(SCHEME, where, pool, seconds, make, MESSAGE_BYTES, dear=True))
+    return Link(StagedTransport(SCHEME, where, pool, seconds, make, CUT, dear=True))
 
 
 def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
-    return lambda pair, me: NcclCarrier(pool, NcclPair(pool.tensor.device, pair, me, seconds))
+    cut = CUT
+    return lambda pair, me: NcclCarrier(pool, NcclPair(pool.tensor.device, pair, me, seconds), cut)
 
 
 class NcclPair:
@@ -106,6 +112,7 @@ class NcclPair:
     def finish(self, work: Any) -> None:
         """Looks, and never waits inside NCCL: what waits there ends with nobody's timeout."""
         deadline = time.monotonic() + self._seconds
+        wake_in_time()
         while not work.is_completed():
             if time.monotonic() > deadline:
                 self.closing.close(f"a message took more than {self._seconds:g} s")
@@ -119,16 +126,18 @@ class NcclPair:
 class Room:
     """Staging for a message, and what gathers or scatters it, on a stream that NCCL's waits for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.copying = BlockCopy(device)
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """Of `num_bytes`, or of more where a message has one block that is larger."""
+        self.copying = BlockCopy(device, replace(tuning_of(device).pull, num_programs=COPY_PROGRAMS))
         self._device = device
+        self._num_bytes = num_bytes
         self._memory: Tensor | None = None
 
     def take(self, num_bytes: int, keep: list[Tensor]) -> Tensor:
         """For the next message: what is launched on the room's stream for it comes behind the last one's scatter, and the
         last one's gather is over, since it has been sent. What is new goes to `keep` too."""
         if self._memory is None or self._memory.numel() < num_bytes:
-            self._memory = torch.empty(max(num_bytes, MESSAGE_BYTES), dtype=torch.uint8, device=self._device)
+            self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=self._device)
             # A step may have given this memory back before its kernels ran, for which neither this stream nor NCCL's waits.
             torch.cuda.current_stream(self._device).synchronize()
             keep.append(self._memory)
@@ -136,15 +145,13 @@ class Room:
 
 
 class NcclCarrier:
-    """Owns the staging: as many rooms as messages are on their way at once, and one that is gathered or scattered."""
+    """Owns the staging: as many rooms as messages are under way at once, with the one that is gathered or scattered."""
 
-    depth = DEPTH
-
-    def __init__(self, pool: KvPool, pair: NcclPair) -> None:
+    def __init__(self, pool: KvPool, pair: NcclPair, cut: Cut) -> None:
         self._pool = pool
         self._pair = pair
         self._own = Slabs(pool.tensor.data_ptr(), pool.slab)
-        self._rooms = deque(Room(pool.tensor.device) for _ in range(DEPTH + 1))
+        self._rooms = deque(Room(pool.tensor.device, cut.message_bytes) for _ in range(cut.depth))
         self._held: dict[int, Room] = {}  # by the address of its message
 
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:

@@ -30,13 +30,14 @@ from workers.kv.links.endpoint import Endpoint
 from workers.kv.links.link import Link
 from workers.kv.links.pair import Message, Pair, reach
 from workers.kv.links.server import Answer, LinkServer
-from workers.kv.links.staged import parts
+from workers.kv.links.staged import Cut
 from workers.kv.links.terms import ReadHook, Terms, check_epochs, check_read
 from workers.kv.pool import KvPool
 from workers.kv.shared_words import WORD_BYTES
 
 SCHEME = "nixl"
 MESSAGE_BYTES = 16 * 2**20
+CUT = Cut(MESSAGE_BYTES, MESSAGE_BYTES, depth=1)
 LOOK_SECONDS = 5e-5
 
 Descriptors = NDArray[np.uint64]  # [n, 3]: address, bytes, device
@@ -181,7 +182,7 @@ class NixlTransport:
         check_read(self._slab, self._num_blocks, piece, sources)
         self._check_epochs(blocks, sources)
         block_bytes = piece.num_bytes(self._pool.slab)
-        for part in parts(len(blocks), block_bytes, MESSAGE_BYTES):
+        for part in CUT.parts(len(blocks), block_bytes):
             content = self._read(sources[part], piece, block_bytes)
             if self._hook is not None:
                 for index in range(part.start, part.stop):

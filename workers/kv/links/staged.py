@@ -1,21 +1,23 @@
 """Links whose source takes part: requests and epochs over a pair's control channel, blocks in messages that something else
 carries, gathered at the source and scattered at the target.
 
-The target asks for a piece of some blocks at the epochs it was told. The source says at which they are and, when these
-are what was asked for, gathers and sends the blocks in messages of bounded size, and then says at which they are now. The
-target, which alone writes its pool, checks for itself. All messages come, even where a block changed hands meanwhile: both
-ends know how many there are, and say nothing between them.
+The target asks for a piece of some blocks at the epochs it was told, and awaits the first messages at once. The source
+says at which epochs they are, gathers and sends the blocks in messages of bounded size, and then says at which they are
+now. The target, which alone writes its pool, checks for itself, and writes nothing before it knows the first. Where
+these are not what was asked for, only those messages come that are awaited already, and are dropped. Where a block
+changes hands later all come: both ends know how many there are, and say nothing between them.
 """
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from headrace.errors import IncompatiblePeer
+from headrace.errors import IncompatiblePeer, StaleBlocks
 from workers.kv.layout import Piece
 from workers.kv.links.base import BlockPull
 from workers.kv.links.closing import Closing
@@ -29,16 +31,37 @@ SOURCE, TARGET = 0, 1
 Sent = Any  # what a carrier knows a message by that is under way
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a read is cut into messages, on both ends alike, and how many of them are under way at once."""
+
+    message_bytes: int
+    edge_bytes: int  # of the first message, before which nothing moves, and of the last, after which nothing else does
+    depth: int
+
+    def parts(self, num_blocks: int, block_bytes: int) -> list[slice]:
+        """The blocks of each message. A message has one block at least."""
+        step, edge = (max(1, size // block_bytes) for size in (self.message_bytes, self.edge_bytes))
+        ends = sorted({0, min(edge, num_blocks)})
+        while ends[-1] + edge < num_blocks:
+            ends.append(min(ends[-1] + step, num_blocks - edge))
+        if ends[-1] < num_blocks:
+            ends.append(num_blocks)
+        return [slice(first, last) for first, last in pairwise(ends)]
+
+    def check(self, theirs: Message) -> None:
+        if theirs.get("cut") != asdict(self):
+            raise IncompatiblePeer(f"cut must be {asdict(self)} as it is here, got {theirs.get('cut')}", field="cut")
+
+
 class Carrier(Protocol):
-    """Moves the messages of one link at one of its ends, `depth` of them at once; formed and used by one thread. What it
+    """Moves the messages of one link at one of its ends, `depth` of its cut at once; formed and used by one thread. What it
     does not finish raises LinkClosed, at once when the pair closes. Reads and writes may be under way when the call
     returns."""
 
-    @property
-    def depth(self) -> int: ...
-
     def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        """The source's part of a message, to be sent: it stays as it is until `depth` + 1 more are read."""
+        """The source's part of a message, to be sent: it stays as it is until `depth` more are read, before the last of
+        which it has been finished."""
         ...
 
     def send(self, content: Tensor) -> Sent:
@@ -46,7 +69,8 @@ class Carrier(Protocol):
         ...
 
     def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Sent]:
-        """Room for a message, and its coming. It stays as it is until `depth` + 1 more are received."""
+        """Room for a message, and its coming. It stays as it is until `depth` more are received, before the last of which
+        it has been finished, and written where it is to be."""
         ...
 
     def finish(self, sent: Sent) -> None:
@@ -66,25 +90,20 @@ class Carrier(Protocol):
 MakeCarrier = Callable[[Pair, int], Carrier]
 
 
-def parts(num_blocks: int, block_bytes: int, message_bytes: int) -> Iterator[slice]:
-    """The blocks of each message; both ends cut alike."""
-    step = max(1, message_bytes // block_bytes)
-    return (slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step))
-
-
 class StagedSource:
     """What the source's end of a link does; shared by all links that read `pool`."""
 
-    def __init__(self, pool: KvPool, make: MakeCarrier, message_bytes: int, hook: ReadHook | None) -> None:
+    def __init__(self, pool: KvPool, make: MakeCarrier, cut: Cut, hook: ReadHook | None) -> None:
         self._pool = pool
         self._make = make
-        self._message_bytes = message_bytes
+        self._cut = cut
         self._hook = hook
 
     def answer(self, pair: Pair, first: Message) -> None:
         terms = Terms.of(self._pool)
-        pair.send(asdict(terms))
+        pair.send({"cut": asdict(self._cut), **asdict(terms)})
         terms.check(first)
+        self._cut.check(first)
         carrier = self._make(pair, SOURCE)
         while True:
             self._read(pair, carrier, pair.next(None))
@@ -94,28 +113,28 @@ class StagedSource:
         blocks: list[int] = request["blocks"]
         asked: list[int] = request["epochs"]
         check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
-        epochs = self._epochs(blocks)
-        pair.send({"epochs": epochs})
-        if epochs != asked:
-            return
+        epochs, depth = self._epochs(blocks), self._cut.depth
+        parts = self._cut.parts(len(blocks), piece.num_bytes(self._pool.slab))
         sending: deque[Sent] = deque()
         with contextlib.ExitStack() as settled:
             settled.callback(carrier.settle)
-            for part in parts(len(blocks), piece.num_bytes(self._pool.slab), self._message_bytes):
+            for part in parts if epochs == asked else parts[:depth]:
+                if len(sending) == depth:
+                    carrier.finish(sending.popleft())
                 content = carrier.read(blocks[part], piece)
                 if self._hook is not None:
                     carrier.settle()
                     for index in range(part.start, part.stop):
                         self._hook(index)
-                if len(sending) == carrier.depth:
-                    carrier.finish(sending.popleft())
                 sending.append(carrier.send(content))
+                if part.start == 0:  # said while the first message is on its way
+                    pair.send({"epochs": epochs})
         pair.send({"epochs": self._epochs(blocks)})
         while sending:
             carrier.finish(sending.popleft())
 
     def _epochs(self, blocks: Sequence[int]) -> list[int]:
-        found: list[int] = self._pool.epochs[blocks].tolist()
+        found: list[int] = self._pool.epochs.numpy()[blocks].tolist()  # a quarter of what it costs through torch
         return found
 
 
@@ -129,7 +148,7 @@ class StagedTransport:
         pool: KvPool,
         seconds: float,
         make: MakeCarrier,
-        message_bytes: int,
+        cut: Cut,
         *,
         dear: bool = False,
     ) -> None:
@@ -140,27 +159,34 @@ class StagedTransport:
         self._pool = pool
         self._seconds = seconds
         self._make = make
-        self._message_bytes = message_bytes
+        self._cut = cut
         self._carrier: Carrier | None = None
 
     def form(self, closing: Closing) -> None:
         where, terms = self._where, Terms.of(self._pool)
         self._pair = Pair(reach(where.host, where.port, where.token, self._seconds, closing), closing)
-        self._pair.send({"scheme": self._scheme, **asdict(terms)})
-        terms.check(self._pair.next(self._seconds))
+        self._pair.send({"scheme": self._scheme, "cut": asdict(self._cut), **asdict(terms)})
+        theirs = self._pair.next(self._seconds)
+        terms.check(theirs)
+        self._cut.check(theirs)
         self._carrier = self._make(self._pair, TARGET)
 
     def await_step(self, step: int) -> None:
         raise IncompatiblePeer(f"{self._scheme} awaits no steps, was asked for plan {step}", field="after_step")
 
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+        if not blocks:
+            return 0
         asked = [block.epoch for block in blocks]
         targets = [block.target for block in blocks]
         self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
         assert self._carrier is not None
-        carrier, block_bytes = self._carrier, piece.num_bytes(self._pool.slab)
-        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
+        carrier, block_bytes, depth = self._carrier, piece.num_bytes(self._pool.slab), self._cut.depth
+        parts = self._cut.parts(len(blocks), block_bytes)
         coming: deque[tuple[slice, Tensor, Sent]] = deque()
+
+        def await_one(part: slice) -> None:
+            coming.append((part, *carrier.receive(part.stop - part.start, piece)))
 
         def take() -> None:
             part, content, sent = coming.popleft()
@@ -169,14 +195,26 @@ class StagedTransport:
 
         with contextlib.ExitStack() as settled:
             settled.callback(carrier.settle)
-            for part in parts(len(blocks), block_bytes, self._message_bytes):
-                if len(coming) == carrier.depth:  # written while the next one is on its way
-                    take()
-                coming.append((part, *carrier.receive(part.stop - part.start, piece)))
+            for part in parts[:depth]:
+                await_one(part)
+            try:
+                self._check_epochs(blocks)
+            except StaleBlocks:
+                for *_, sent in coming:
+                    carrier.finish(sent)
+                self._pair.next(self._seconds)  # the source's last word on a read that is none
+                raise
+            for part in parts[depth:]:
+                take()
+                await_one(part)
             while coming:
                 take()
-        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
+        self._check_epochs(blocks)
         return block_bytes * len(blocks)
+
+    def _check_epochs(self, blocks: Sequence[BlockPull]) -> None:
+        """Against what the source says next."""
+        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
 
     def release(self) -> None:
         """The pair closes with the link. Staging goes here: the link itself may be kept until somebody pulls again."""

@@ -18,7 +18,7 @@ from workers.kv.links.group import PairGroup
 from workers.kv.links.link import Link
 from workers.kv.links.pair import Pair
 from workers.kv.links.server import LinkServer
-from workers.kv.links.staged import StagedSource, StagedTransport
+from workers.kv.links.staged import Cut, StagedSource, StagedTransport
 from workers.kv.pool import KvPool
 
 pytestmark = pytest.mark.torch
@@ -40,7 +40,7 @@ class LateCopy:
     """A BlockCopy over host memory that does nothing before it must: before what follows it on its stream, or is waited
     for. Starting another before is what may not happen."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tile: object) -> None:
         self.stream = self
         self._started: Callable[[], object] | None = None
 
@@ -90,7 +90,7 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
     pools = [KvPool(slab, 32, torch.float32, torch.device("cpu")) for _ in range(2)]
     pools[0].tensor.normal_()
     monkeypatch.setattr(nccl, "BlockCopy", LateCopy)
-    monkeypatch.setattr(nccl, "MESSAGE_BYTES", 4 * slab.block_bytes)
+    cut = Cut(4 * slab.block_bytes, 2 * slab.block_bytes, depth=3)
 
     @contextlib.contextmanager
     def behind(stream: LateCopy) -> Iterator[None]:
@@ -104,14 +104,14 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
     def carriers(pool: KvPool) -> Callable[[Pair, int], Any]:
         def make(pair: Pair, me: int) -> Any:
             made.append(GlooPair(pair, me))
-            return nccl.NcclCarrier(pool, made[-1])
+            return nccl.NcclCarrier(pool, made[-1], cut)
 
         return make
 
-    source = StagedSource(pools[0], carriers(pools[0]), nccl.MESSAGE_BYTES, None)
+    source = StagedSource(pools[0], carriers(pools[0]), cut, None)
     with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"late": source.answer})) as server:
-        where, staging = Endpoint.parse(server.endpoint), nccl.MESSAGE_BYTES
-        link = Link(StagedTransport("late", where, pools[1], 10.0, carriers(pools[1]), staging, dear=True))
+        where = Endpoint.parse(server.endpoint)
+        link = Link(StagedTransport("late", where, pools[1], 10.0, carriers(pools[1]), cut, dear=True))
         with contextlib.closing(link):
             link.pull([BlockPull(block, 0, 31 - block) for block in range(32)], Piece(0, 0, 0, 0, 2, 0, 0, 1))
             assert torch.equal(pools[1].tensor[:32].flip(0), pools[0].tensor[:32])
