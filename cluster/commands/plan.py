@@ -54,7 +54,9 @@ def _model(name: str, beside: pathlib.Path) -> "ModelSpec":
     from cluster.planning import shapes
 
     path = beside / name
-    if path.exists():
+    if name and path.exists():
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ConfigError(f"model: {path} holds no config.json")
         return shapes.read(path)
     found = shapes.known(name)
     if found is not None:

@@ -4,18 +4,32 @@ An unknown key or an impossible value raises ConfigError with the key, the value
 """
 
 import pathlib
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cluster.planning.gpus import GpuType, Sheet, find
+from cluster.planning.gpus import SHEETS, GpuType, Sheet, find
 from cluster.planning.load import Target
 from cluster.planning.shapes import Precision
 from headrace.errors import ConfigError
 
-Positive = Annotated[float, Field(gt=0, strict=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1, strict=False)]
+FEWEST_REQUESTS = 40  # of a run that says anything
+
+
+def _no_bool(value: Any) -> Any:
+    """`yes` is no number, though Python counts with it; text is one where YAML takes 1e3 for text."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Positive = Annotated[Number, Field(gt=0, strict=False)]
+Price = Annotated[Number, Field(ge=0, le=1e6, strict=False)]
+Weight = Annotated[Number, Field(ge=0, le=1e12, strict=False)]
+Fraction = Annotated[Number, Field(ge=0, lt=1, strict=False)]
 
 
 class _Section(BaseModel):
@@ -23,16 +37,24 @@ class _Section(BaseModel):
 
 
 class GpuAsked(_Section):
-    """A GPU type. The last five are for one that is not known, or to overrule its data sheet: together, or none."""
+    """A GPU type. Its figures are for one that is not known, or to overrule its data sheet: together, or none; their ranges
+    are those of any GPU there may soon be, in these units. `per_host` null: as its data sheet says, 8 of your own."""
 
-    type: str
-    price_per_hour: Annotated[float, Field(ge=0, strict=False)]
+    type: str = Field(pattern=r"^[\w.+-]{1,40}$")
+    price_per_hour: Price
     available: int | None = Field(default=None, ge=1, description="GPUs there are; null: as many as needed")
-    memory_gb: Positive | None = None
-    tflops: Positive | None = Field(default=None, description="dense, bfloat16")
-    memory_tb_per_second: Positive | None = None
-    link_gb_per_second: Positive | None = Field(default=None, description="between two GPUs of a host, one way")
-    per_host: int = Field(default=8, ge=1, le=72)
+    memory_gb: Positive | None = Field(default=None, ge=1, le=10_000)
+    tflops: Positive | None = Field(default=None, ge=1, le=1e6, description="dense, bfloat16")
+    memory_tb_per_second: Positive | None = Field(default=None, ge=0.01, le=1000)
+    link_gb_per_second: Positive | None = Field(
+        default=None, ge=0.1, le=1e5, description="between two GPUs of a host, one way"
+    )
+    per_host: int | None = Field(default=None, ge=1, le=72)
+
+    @field_validator("type")
+    @classmethod
+    def _as_it_is_known(cls, name: str) -> str:
+        return name.lower() if name.lower() in SHEETS else name
 
     def resolve(self) -> GpuType:
         figures = (self.memory_gb, self.tflops, self.memory_tb_per_second, self.link_gb_per_second)
@@ -42,16 +64,19 @@ class GpuAsked(_Section):
                     f"gpus: of {self.type} give all of memory_gb, tflops, memory_tb_per_second, link_gb_per_second, or none"
                 )
             memory, flops, read, link = (float(figure or 0) for figure in figures)
-            sheet = Sheet(memory * 1e9, flops * 1e12, read * 1e12, link * 1e9, self.per_host)
+            sheet = Sheet(memory * 1e9, flops * 1e12, read * 1e12, link * 1e9, self.per_host or 8)
             return find(self.type, self.price_per_hour, sheet)
-        return find(self.type, self.price_per_hour)
+        found = find(self.type, self.price_per_hour)
+        if self.per_host is None:
+            return found
+        return replace(found, sheet=replace(found.sheet, per_host=self.per_host))
 
 
 class TokensAsked(_Section):
     """A length: log-normal around its mean. `cv`: deviation over mean, 0 for one length."""
 
-    mean: Annotated[float, Field(ge=1, le=10_000_000, strict=False)]
-    cv: Annotated[float, Field(ge=0, le=10, strict=False)] = 1.0
+    mean: Annotated[Number, Field(ge=1, le=10_000_000, strict=False)]
+    cv: Annotated[Number, Field(ge=0, le=10, strict=False)] = 1.0
 
 
 class TrafficAsked(_Section):
@@ -67,9 +92,9 @@ class TrafficAsked(_Section):
     input_tokens: TokensAsked | None = None
     output_tokens: TokensAsked | None = None
     hit_rate: Fraction | None = None
-    day: list[Annotated[float, Field(ge=0, strict=False)]] | None = Field(default=None, min_length=24, max_length=24)
-    peak_to_mean: Annotated[float, Field(ge=1, le=24, strict=False)] | None = None
-    burstiness: Annotated[float, Field(gt=0, le=1000, strict=False)] | None = None
+    day: list[Weight] | None = Field(default=None, min_length=24, max_length=24)
+    peak_to_mean: Annotated[Number, Field(ge=1, le=24, strict=False)] | None = None
+    burstiness: Annotated[Number, Field(gt=0, le=1000, strict=False)] | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> "TrafficAsked":
@@ -86,9 +111,11 @@ class TrafficAsked(_Section):
 
 
 class SloAsked(_Section):
-    ttft_seconds: Positive
-    tpot_seconds: Positive
-    attainment: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.95
+    """In seconds: a target beyond these bounds was meant in milliseconds."""
+
+    ttft_seconds: Annotated[Positive, Field(le=600)]
+    tpot_seconds: Annotated[Positive, Field(le=10)]
+    attainment: Annotated[Number, Field(gt=0, lt=1, strict=False)] = 0.95
 
     @property
     def target(self) -> Target:
@@ -99,7 +126,7 @@ class HeadroomAsked(_Section):
     """`spare_workers` of each pool may be gone and the SLO still holds; `traffic`: sized for so many times the peak."""
 
     spare_workers: int = Field(default=1, ge=0, le=64)
-    traffic: Annotated[float, Field(ge=1, le=10, strict=False)] = 1.0
+    traffic: Annotated[Number, Field(ge=1, le=10, strict=False)] = 1.0
 
 
 class BudgetAsked(_Section):
@@ -118,8 +145,8 @@ class EngineAsked(_Section):
 class ApiAsked(_Section):
     """What somebody else's API asks for a million tokens."""
 
-    per_million_input: Annotated[float, Field(ge=0, strict=False)]
-    per_million_output: Annotated[float, Field(ge=0, strict=False)]
+    per_million_input: Price
+    per_million_output: Price
 
 
 class SimulateAsked(_Section):
@@ -127,6 +154,13 @@ class SimulateAsked(_Section):
 
     requests: int = Field(default=1500, ge=0, le=1_000_000)
     seed: int = 0
+
+    @field_validator("requests")
+    @classmethod
+    def _enough(cls, number: int) -> int:
+        if 0 < number < FEWEST_REQUESTS:
+            raise ValueError(f"0, or at least {FEWEST_REQUESTS}: fewer show nothing, got {number}")
+        return number
 
 
 class PlanAsked(_Section):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from cluster.planning.asked import PlanAsked
 from cluster.planning.gpus import BASIS, BASIS_PRECISION
+from cluster.planning.load import Target
 from cluster.planning.options import HOURS_PER_MONTH, Option
 from cluster.planning.prediction import Prediction
 from cluster.planning.settle import Settled
@@ -100,6 +101,23 @@ def unknowns(asked: PlanAsked, option: Option) -> list[str]:
     return found
 
 
+def _by_simulation(chosen: Settled, target: Target) -> list[str]:
+    """Where it settled on more than prediction did, or by a hair."""
+    found, first, last = [], chosen.rounds[0], chosen.rounds[-1]
+    if chosen.holds and last.pools != first.pools:
+        found.append(
+            f"prediction asked for {first.pools.said}, simulation for {last.pools.said} (spare workers not counted): "
+            "what if, pools that follow the day and break-even are by prediction, and too low by as much"
+        )
+    kept, by_chance = last.simulated.attainment, last.simulated.deviation
+    if chosen.holds and kept - by_chance < target.attainment:
+        found.append(
+            f"{kept:.1%} ± {by_chance:.1%} of {last.simulated.num_requests} simulated requests keep the SLO without spare "
+            f"workers, and {100 * target.attainment:g}% are asked for: too near to tell, raise simulate.requests"
+        )
+    return found
+
+
 def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:
     option, target = chosen.option, asked.slo.target
     found = []
@@ -107,9 +125,16 @@ def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Pr
         last = chosen.rounds[-1].simulated
         found.append(
             f"the SLO did not hold in simulation after {len(chosen.rounds)} rounds: {last.attainment:.1%}, and "
-            f"{target.attainment:.1%} are asked for"
+            f"{100 * target.attainment:g}% are asked for"
         )
     found += option.gpu.notes
+    if chosen.rounds:
+        found += _by_simulation(chosen, target)
+    if "float32" in (asked.held.weights, asked.held.kv):
+        found.append(
+            "float32 is computed as fast as bfloat16 here, and was not measured: without tensor cores it is 4 to 16 times "
+            "slower, and prompts take as much longer"
+        )
     if not asked.held.is_served:
         found.append(
             f"weights in {asked.held.weights} with KV in {asked.held.kv} are arithmetic alone: the engine "

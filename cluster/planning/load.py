@@ -84,3 +84,7 @@ class Pools:
     @property
     def num_workers(self) -> int:
         return self.prefill + self.decode + self.unified
+
+    @property
+    def said(self) -> str:
+        return f"{self.unified} unified" if self.unified else f"{self.prefill} + {self.decode}"

@@ -130,7 +130,14 @@ def feasible(
 
 
 def does_not_fit(
-    model: ModelSpec, gpu: GpuType, precision: Precision, too_large: list[TooLarge], *, context_tokens: int
+    model: ModelSpec,
+    gpu: GpuType,
+    precision: Precision,
+    too_large: list[TooLarge],
+    *,
+    context_tokens: int,
+    max_num_seqs: int = 256,
+    max_step_tokens: int = 8192,
 ) -> ConfigError:
     """By how much, and what would."""
     best = min(too_large, key=lambda one: one.missing_bytes)
@@ -138,7 +145,10 @@ def does_not_fit(
     would = [f"GPUs with {math.ceil((gpu.sheet.memory_bytes + best.missing_bytes) / 1e9)} GB each"]
     for name in ("bfloat16", "fp8", "int4"):
         other = Precision(name, precision.kv)
-        if model.weight_bytes(other) < weights and feasible(model, gpu, other, context_tokens=context_tokens)[0]:
+        if model.weight_bytes(other) >= weights:
+            continue
+        limits = {"max_num_seqs": max_num_seqs, "max_step_tokens": max_step_tokens}
+        if feasible(model, gpu, other, context_tokens=context_tokens, **limits)[0]:
             would.append(f"weights in {name} ({model.weight_bytes(other) / 1e9:.1f} GB)")
             break
     return ConfigError(

@@ -33,8 +33,8 @@ def page(plan: Mapping[str, Any]) -> str:
         f"<p>{_pools(chosen['pools'])}, {escape(_layouts(chosen))} · {chosen['per_month']:,.0f} a month · "
         f"{plan['money']['per_million']:.3f} a million tokens</p>",
         f"<p class=dim>{escape(traffic['about'])} · {traffic['mean_per_second']:.3g} requests a second on average, sized "
-        f"for {traffic['sized_for_per_second']:.3g} · SLO: {slo['attainment']:.1%} within TTFT {slo['ttft_seconds']:g} s, "
-        f"TPOT {slo['tpot_seconds'] * 1e3:g} ms</p>",
+        f"for {traffic['sized_for_per_second']:.3g} · SLO: {100 * slo['attainment']:g}% within "
+        f"TTFT {slo['ttft_seconds']:g} s, TPOT {slo['tpot_seconds'] * 1e3:g} ms</p>",
         f"<p class=dim>{escape(plan['record'])}</p>",
         *(f"<p class=warn>{escape(warning)}</p>" for warning in plan["warnings"]),
         "<div class=plots>",

@@ -17,7 +17,7 @@ from cluster.planning.memory import Budget, TooLarge, does_not_fit, feasible
 from cluster.planning.options import Option, options
 from cluster.planning.outlook import BreakEven, Money, WhatIf
 from cluster.planning.prediction import Prediction
-from cluster.planning.settle import Say, Settled, best, check_budget, settle, with_full, within
+from cluster.planning.settle import Say, Settled, best, check_budget, over_budget, settle, with_full, within
 from cluster.planning.shapes import ModelSpec
 from cluster.planning.sizing import Unreachable
 from cluster.planning.traffic import Traffic, of
@@ -82,7 +82,7 @@ def make(asked: PlanAsked, model: ModelSpec, say: Say = lambda line: None) -> Pl
         ways += [option for option in found if asked.serve in ("any", option.kind)]
         unreachable += missed
     if not ways:
-        nearest = max(unreachable, key=lambda one: one.attainment)
+        nearest = max(unreachable, key=lambda one: (one.attainment, -one.beyond(target)))
         raise ConfigError(f"no number of GPUs meets the SLO: {nearest.reason}", attainment=nearest.attainment)
     ways.sort(key=lambda option: (option.per_hour, option.num_gpus, option.pools.num_workers))
     available = {gpu.name: one.available for one, gpu in gpus}
@@ -92,7 +92,14 @@ def make(asked: PlanAsked, model: ModelSpec, say: Say = lambda line: None) -> Pl
         for kind in ("disaggregated", "aggregated")
         if (option := best(affordable, kind)) is not None
     ]
-    tried.sort(key=lambda one: (not one.holds, one.option.per_hour, one.option.num_gpus))
+    tried.sort(
+        key=lambda one: (
+            not one.holds,
+            over_budget(asked, one.option, available) is not None,
+            one.option.per_hour,
+            one.option.num_gpus,
+        )
+    )
     chosen, other = tried[0], tried[1] if len(tried) > 1 else None
     check_budget(asked, chosen.option, available)
     chosen = with_full(asked, chosen, traffic, load, target, longest, say)
@@ -142,7 +149,15 @@ def _fit(
         )
     if not any(budgets.values()):
         least = min(gpus, key=lambda gpu: min(one.missing_bytes for one in too_large[gpu.name]))
-        raise does_not_fit(model, least, asked.held, too_large[least.name], context_tokens=longest)
+        raise does_not_fit(
+            model,
+            least,
+            asked.held,
+            too_large[least.name],
+            context_tokens=longest,
+            max_num_seqs=asked.engine.max_num_seqs,
+            max_step_tokens=asked.engine.max_step_tokens,
+        )
     return budgets, too_large
 
 

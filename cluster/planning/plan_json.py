@@ -71,8 +71,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def cluster(plan: Plan) -> dict[str, Any]:
-    """The part of a cluster's file that the plan decides. `kv_bytes` is one for all: the smaller worker's."""
+def cluster(plan: Plan) -> dict[str, Any] | None:
+    """The part of a cluster's file that the plan decides. `kv_bytes` is one for all: the smaller worker's. None: the engine
+    serves no such precision."""
+    if not plan.asked.held.is_served:
+        return None
     option, engine = plan.option, plan.asked.engine
     pools: dict[str, Any] = {}
     for role, budget in (

@@ -38,18 +38,22 @@ class Settled:
 
 def within(asked: PlanAsked, ways: list[Option], available: dict[str, int | None]) -> list[Option]:
     """The ways that the budget and the GPUs there are allow, by prediction."""
-    found = [option for option in ways if _over_budget(asked, option, available) is None]
+    found = [option for option in ways if over_budget(asked, option, available) is None]
     if not found:
-        cheapest = min(ways, key=lambda option: (option.num_gpus, option.per_hour))
+        # What is short says which way is the least: GPUs, where those that are there or the budget's are too few.
+        of_gpus = min(ways, key=lambda option: (option.num_gpus, option.per_hour))
+        cheapest = min(ways, key=lambda option: (option.per_hour, option.num_gpus))
+        least = of_gpus if asked.budget.per_month is None else cheapest
+        others = "" if of_gpus == least else f"; the fewest GPUs are {described(of_gpus)}"
         raise ConfigError(
-            f"{_over_budget(asked, cheapest, available)}; the least that keeps the SLO is {described(cheapest)}",
-            gpus=cheapest.num_gpus,
-            per_month=round(cheapest.per_month, 2),
+            f"{over_budget(asked, least, available)}; the least that keeps the SLO is {described(least)}{others}",
+            gpus=least.num_gpus,
+            per_month=round(least.per_month, 2),
         )
     return found
 
 
-def _over_budget(asked: PlanAsked, option: Option, available: dict[str, int | None]) -> str | None:
+def over_budget(asked: PlanAsked, option: Option, available: dict[str, int | None]) -> str | None:
     there = available.get(option.gpu.name)
     if asked.budget.gpus is not None and option.num_gpus > asked.budget.gpus:
         return f"a budget of {asked.budget.gpus} GPUs is below the {option.num_gpus} that are needed"
@@ -61,7 +65,7 @@ def _over_budget(asked: PlanAsked, option: Option, available: dict[str, int | No
 
 
 def check_budget(asked: PlanAsked, option: Option, available: dict[str, int | None]) -> None:
-    over = _over_budget(asked, option, available)
+    over = over_budget(asked, option, available)
     if over is not None:
         raise ConfigError(f"{over}, after simulation: {described(option)}", gpus=option.num_gpus)
 

@@ -26,8 +26,8 @@ def show(plan: Plan, console: Console) -> None:
     console.print(f"[bold]{escape(plan.model.name)}[/] on {escape(option.gpu.name)}: {headline(plan)}", highlight=False)
     console.print(
         f"{escape(traffic.about)}; {traffic.mean_per_second:.3g} requests a second on average, sized for "
-        f"{plan.load.requests_per_second:.3g}; SLO: {asked.slo.attainment:.1%} within TTFT {asked.slo.ttft_seconds:g} s, "
-        f"TPOT {asked.slo.tpot_seconds * 1e3:g} ms",
+        f"{plan.load.requests_per_second:.3g}; SLO: {100 * asked.slo.attainment:g}% within "
+        f"TTFT {asked.slo.ttft_seconds:g} s, TPOT {asked.slo.tpot_seconds * 1e3:g} ms",
         highlight=False,
     )
     console.print(_unsure(plan), highlight=False, markup=False)
@@ -40,7 +40,10 @@ def show(plan: Plan, console: Console) -> None:
     if plan.break_even is not None:
         console.print("\n" + broken_even(plan), highlight=False)
     console.print("\n[bold]In a cluster's file[/]")
-    for section, values in cluster(plan).items():
+    decided = cluster(plan)
+    if decided is None:
+        console.print("  nothing: the engine serves no such precision")
+    for section, values in (decided or {}).items():
         console.print(f"  {section}: {json.dumps(values)}", highlight=False, markup=False, soft_wrap=True)
     console.print("\n[bold]Stands on[/]")
     for line in plan.assumptions:
@@ -64,8 +67,11 @@ def _unsure(plan: Plan) -> str:
     counts = [one.num_gpus for one in plan.what_ifs if one.what.startswith("steps × ")]
     where = "measured" if gpu.is_measured else "from a data sheet, not measured"
     low, high = (min(found), max(found)) if (found := [one for one in counts if one is not None]) else (0, 0)
-    ends = f"{low} to {high}" if len(found) == len(counts) else f"{low}, or more than can be had,"
-    return f"{gpu.name}'s figures are {where}, ± {gpu.uncertainty:.0%}: {ends} GPUs at their ends"
+    if len(found) < len(counts):
+        ends = f"{low} GPUs, or more than can be had, at their ends"
+    else:
+        ends = f"{low} to {high} GPUs at their ends" if low < high else f"{low} GPUs at either end"
+    return f"{gpu.name}'s figures are {where}, ± {gpu.uncertainty:.0%}: {ends}"
 
 
 def said(pools: Pools) -> str:
@@ -105,8 +111,7 @@ def checked(plan: Plan) -> Table:
 
 
 def _short(option: Option, pools: Pools | None = None) -> str:
-    pools = pools or option.pools
-    return f"{pools.unified} unified" if pools.unified else f"{pools.prefill} + {pools.decode}"
+    return (pools or option.pools).said
 
 
 def _round(table: Table, settled: Settled, one: Round) -> None:

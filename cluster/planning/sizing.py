@@ -41,6 +41,10 @@ class Unreachable:
     tpot_seconds: float
     reason: str
 
+    def beyond(self, target: Target) -> float:
+        """How many times as long the one or the other would have to be allowed."""
+        return max(self.ttft_seconds / target.ttft_seconds, self.tpot_seconds / target.tpot_seconds)
+
 
 def size(
     prefill: Worker, decode: Worker, load: Load, target: Target, *, unified: bool = False, max_busy: float = MAX_BUSY
@@ -132,5 +136,6 @@ def _unreachable(many: Pools, prefill: Worker, decode: Worker, load: Load, targe
         ttft,
         tpot,
         f"of requests that have the pools to themselves {alone.attainment:.1%} keep TTFT {target.ttft_seconds:g} s and "
-        f"TPOT {target.tpot_seconds:g} s, and {share:.1%} are asked for: they would need {ttft:.3g} s and {tpot:.3g} s",
+        f"TPOT {target.tpot_seconds:g} s, and {100 * share:g}% are asked for: they would need {ttft:.3g} s and "
+        f"{tpot:.3g} s",
     )

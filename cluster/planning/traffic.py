@@ -209,7 +209,8 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
         peak=Load(peak, _sample(stretch), scv),
         by_hour=by_hour,
         rows=[row for row, _ in stretch],
-        about=f"{asked.trace.name}: {len(rows)} requests, {own:.2f} a second, sized for {factor:.3g} × that",
+        about=f"{asked.trace.name}: {len(rows)} requests, {own:.2f} a second"
+        + (f", taken {factor:.3g} times as often" if asked.requests_per_second else ""),
         assumptions=(
             f"the busiest stretch of the trace (requests {first} to {last - 1}, {busiest / own:.2f} × its mean) stands for "
             "the peak",

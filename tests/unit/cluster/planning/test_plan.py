@@ -25,7 +25,6 @@ from cluster.planning.traffic import burstiness, gap_scv, of
 from headrace import traces
 from headrace.config import EngineConfig, PoolConfig
 from headrace.costmodel import CostModel
-from headrace.errors import ConfigError, HeadraceError
 from headrace.traces import TraceRow
 from headrace.values import ParallelLayout
 
@@ -174,61 +173,6 @@ def test_pools_that_are_too_small_grow_until_the_simulation_holds(small: Plan) -
     assert settled.option.needed.decode == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "meta-llama/Llama-3.1-405B"}, r"811\.7 GB of weights.*need .* GB more.*What would: GPUs with"),
-        (
-            {"slo": {"ttft_seconds": 0.01, "tpot_seconds": 0.02}},
-            r"no number of GPUs meets the SLO: on h200, .*tp8.*would need 0\.\d+ s",
-        ),
-        ({"slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.001}}, r"no number of GPUs meets the SLO"),
-        (
-            {"budget": {"gpus": 1}},
-            r"a budget of 1 GPUs is below the \d+ that are needed; the least that keeps the SLO is",
-        ),
-        ({"budget": {"per_month": 10.0}}, r"a budget of 10 a month is below the [\d,]+"),
-        ({"gpus": [{"type": "h200", "price_per_hour": 3, "available": 1}]}, r"1 h200 are there, and \d+ are needed"),
-        ({"gpus": [{"type": "tpu9", "price_per_hour": 1}]}, r"no figures for GPU 'tpu9'.*memory_gb"),
-        ({"gpus": [{"type": "mine", "price_per_hour": 1, "tflops": 100}]}, r"of mine give all of memory_gb"),
-        ({"gpus": []}, r"gpus: "),
-        ({"gpus": [{"type": "h200", "price_per_hour": price} for price in (1, 3)]}, r"h200 is named twice"),
-        ({"gpus": [{"type": "h200", "price_per_hour": float("inf")}]}, r"price_per_hour: Input should be a finite"),
-        ({"slo": {"ttft_seconds": float("inf"), "tpot_seconds": 0.02}}, r"slo\.ttft_seconds: Input should be a finite"),
-        (with_traffic(requests_per_second=1e12), r"1\.5e\+12 requests/s need more than 65,536 workers"),
-        ({"precision": "fp3"}, r"precision: must be one of float32"),
-        ({"engine": {"max_context_tokens": 200_000}}, r"max_context_tokens: must be at most the model's 131072"),
-        (with_traffic(requests_per_second=0), r"traffic\.requests_per_second: Input should be greater than 0, got 0"),
-        (with_traffic(input_tokens=None), r"give a trace, or requests_per_second"),
-        (with_traffic(rate=3), r"traffic\.rate: Extra inputs are not permitted"),
-        (with_traffic(day=[0.0] * 24, peak_to_mean=None), r"a day needs an hour with traffic"),
-        (with_traffic(input_tokens={"mean": 500_000}), r"most requests of .* are longer"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_with_figures(changes: dict[str, object], message: str) -> None:
-    if changes.get("model"):
-        changes = {**changes, "gpus": [{"type": "h100", "price_per_hour": 2}]}
-    with pytest.raises(HeadraceError, match=message):
-        made(**changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,4\n", "line 2"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,4\n", "at least 2 that fit"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,4\n", "at least 1, got 0"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46,10,4\n" * 3, "come at one time"),
-    ],
-)
-def test_an_empty_or_malformed_trace_is_refused_with_its_line(tmp_path: pathlib.Path, text: str, message: str) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        made(traffic={"trace": trace})
-
-
 def test_a_trace_is_planned_for_its_busiest_minute(tmp_path: pathlib.Path) -> None:
     trace = tmp_path / "trace.csv"
     quiet = [f"2023-11-16 18:{minute:02}:{second:02},1000,20" for minute in range(20) for second in range(0, 60, 10)]
@@ -321,18 +265,6 @@ def test_the_example_is_what_a_plan_takes() -> None:
     wanted = asked.load(EXAMPLE)
     assert shapes.known(wanted.model) is not None
     assert all(one.resolve().is_measured for one in wanted.gpus)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"), [("../nowhere", "is no file here"), ("llama", "known shapes are meta-llama/")]
-)
-def test_a_refused_plan_writes_nothing(tmp_path: pathlib.Path, model: str, message: str) -> None:
-    path, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
-    path.write_text(yaml.safe_dump({**SMALL, "model": model}))
-    ran = run(str(path), "--html", str(html))
-    assert ran.exit_code != 0
-    assert message in str(ran.exception)
-    assert not html.exists()
 
 
 def test_the_sample_of_a_trace_has_the_means_of_the_trace() -> None:
