@@ -16,6 +16,7 @@ ttft_added_*_ms             median TTFT of a lone prompt handed over − the sam
                             the one that computes it either way; taken in turn. The note has the decode worker alone too
 itl_p99_beside_over_alone   p99 of the gaps of 64 streams while 8k prompts are handed over one after the other, over
                             that of the same streams alone; itl_p99_aggregated_*: while decode computes them itself
+launch_ms, held_ms, …        of the steps meanwhile: see loadtests.launch_times
 late_*                      of a second pair, which launches late (engine.late_launch): that of what a late launch is for;
                             late_step_ratio and late_itl_ratio say what it costs, of the batch's steps and the streams' gaps
 """
@@ -40,6 +41,7 @@ import uvloop
 from headrace.values import PrefillTarget, SamplingParams
 from loadtests import vllm_pair
 from loadtests.hand_over_times import HandOver, hand_overs, step_seconds
+from loadtests.launch_times import launch_rows
 from loadtests.one_rank import LLAMA_8B
 from loadtests.report import Report, Row, add_arguments
 from loadtests.worker_session import Heard, Session, open_session
@@ -307,6 +309,8 @@ class Bench:
         steps = [(hand_over.begun * 1e3 - FIXED_MS) / step_ms for hand_over in busy]
         note = f"mean step of {scale_batch} rows and more {step_ms:.2f} ms; p50 {quantile(steps, 0.5):.2f}"
         self.add(Row("handover_steps_p99", quantile(steps, 0.99), "steps", "lower", 2.0, 1.0, samples=steps, note=note))
+        for row in launch_rows(decode, scale_batch):
+            self.add(row)
 
     def _idle(self, idle: Sequence[HandOver]) -> None:
         samples = [each.runnable * 1e3 for each in idle]

@@ -32,7 +32,7 @@ def hand_overs(prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Han
     ends = sorted(end for _, end, *_ in prefill["steps"])
     landings = _times(sent["step landed"])
     pulls = _times(got["pull ends"])
-    first_steps = sorted(begin for begin, *_, arrives in decode["steps"] if arrives)
+    first_steps = sorted(step[0] for step in decode["steps"] if step[4])
     announced = dict(sent["announced"])
     heard = dict(got["heard"])
     found = {}

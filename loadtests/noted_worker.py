@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -37,6 +37,7 @@ from workers.ranks.build import build_executor
 from workers.ranks.rank_runner import Launched, RankRunner
 from workers.ranks.runner import make_runner
 from workers.scheduling.incoming import Incoming
+from workers.scheduling.pacing import Pacing
 from workers.scheduling.plan import StepPlan
 from workers.scheduling.scheduler import ChunkDone
 from workers.serve import serve
@@ -45,21 +46,26 @@ from workers.spec import WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`arrives`: a sequence that came with output takes its row in it."""
+    """`begin` and `end`: on the device. `arrives`: a sequence that came with output takes its row in it. The host launched
+    it from `launch` to `launched`."""
 
     begin: float
     end: float
     num_decodes: int
     num_tokens: int
     arrives: bool
+    launch: float
+    launched: float
 
 
 @dataclass
 class Notes:
-    """Of one process: (what, request id where there is one, when), from any thread; and its steps. Owns both."""
+    """Of one process: (what, request id where there is one, when), from any thread; its steps; and of each that was paced,
+    when it landed and how. Owns all three."""
 
     rows: list[tuple[str, str, float]] = field(default_factory=list)
-    steps: list[tuple[StepPlan, Any, Any]] = field(default_factory=list)
+    steps: list[tuple[StepPlan, Any, Any, float, float]] = field(default_factory=list)
+    paced: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, what: str, key: str = "") -> None:
         self.rows.append((what, key, time.monotonic()))
@@ -91,17 +97,27 @@ class Notes:
         self.around(Conversation, "put", lambda _, item: last(item), before="heard")
         self.around(Link, "pull", lambda *_: "", after="pull ends")
         self.around(Incoming, "arrive", lambda _, key, *__: key.request_id, after="runnable")
+        landed = Pacing.landed
+
+        @wraps(landed)
+        def noted(pacing: Pacing, *arguments: Any) -> None:
+            landed(pacing, *arguments)
+            if pacing.last is not None:
+                self.paced.append((time.monotonic(), *astuple(pacing.last)))
+
+        setattr(Pacing, "landed", noted)  # noqa: B010  # as above: mypy allows no assignment to a method
 
     def write(self, path: pathlib.Path, clock: "DeviceClock") -> None:
         last = clock.read()
         steps = [
             Step(
-                clock.host(begin, last), clock.host(end, last), plan.num_decodes, plan.num_tokens, bool(arrivals(plan))
+                *(clock.host(begin, last), clock.host(end, last), plan.num_decodes, plan.num_tokens),
+                *(bool(arrivals(plan)), launch, launched),
             )
-            for plan, begin, end in self.steps
+            for plan, begin, end, launch, launched in self.steps
         ]
-        rows = [[step.begin, step.end, step.num_decodes, step.num_tokens, step.arrives] for step in steps]
-        path.write_text(json.dumps({"notes": self.rows, "steps": rows}), encoding="utf-8")
+        noted = {"notes": self.rows, "steps": [astuple(step) for step in steps], "paced": self.paced}
+        path.write_text(json.dumps(noted), encoding="utf-8")
 
 
 def arrivals(plan: StepPlan) -> list[int]:
@@ -171,9 +187,9 @@ class NotedRunner:
         self._runner.abandon()
 
     def launch(self, plan: StepPlan) -> Launched:
-        begin = self._clock.moment()
+        launch, begin = time.monotonic(), self._clock.moment()
         launched = self._runner.launch(plan)
-        self._notes.steps.append((plan, begin, self._clock.moment()))
+        self._notes.steps.append((plan, begin, self._clock.moment(), launch, time.monotonic()))
         return launched
 
 

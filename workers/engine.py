@@ -214,7 +214,7 @@ class Engine:
             self.num_steps += 1
             self._busy_since = now
             if self.pacing is not None:
-                self.pacing.landed(result.seconds, result.ahead_seconds, flight.ended_at)
+                self.pacing.landed(result, flight.ended_at)
             for chunk in events.chunks:  # first what others wait for
                 listener.on_chunk(chunk)
             if events.outputs:

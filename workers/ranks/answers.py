@@ -26,6 +26,7 @@ class _Flight:
     result: StepResult | None = None
     seconds: float = 0.0
     ahead_seconds: float = float("inf")
+    launch_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class Answers:
             flight.missing.discard(rank)
             flight.seconds = max(flight.seconds, stepped.seconds)
             flight.ahead_seconds = min(flight.ahead_seconds, stepped.ahead_seconds)
+            flight.launch_seconds = max(flight.launch_seconds, stepped.launch_seconds)
             flight.result = flight.result or stepped.result
             if flight.missing:
                 return
@@ -119,7 +121,8 @@ class Answers:
             error = InternalError(f"no rank had a result of plan {stepped.number}")
             flight.future.set_exception(worker_lost(error))
             raise error
-        flight.future.set_result(replace(flight.result, seconds=flight.seconds, ahead_seconds=flight.ahead_seconds))
+        figures = flight.seconds, flight.ahead_seconds, flight.launch_seconds
+        flight.future.set_result(timed(flight.result, *figures))
 
     def answered(self, rank: int, task: int, part: object) -> None:
         with self._lock:
@@ -152,6 +155,10 @@ class Answers:
         for future in waiting:
             future.set_exception(worker_lost(error))
         return True
+
+
+def timed(result: StepResult, seconds: float, ahead_seconds: float, launch_seconds: float) -> StepResult:
+    return replace(result, seconds=seconds, ahead_seconds=ahead_seconds, launch_seconds=launch_seconds)
 
 
 def worker_lost(error: HeadraceError) -> WorkerLost:

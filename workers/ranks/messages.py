@@ -98,6 +98,7 @@ class Stepped:
     result: StepResult | None
     seconds: float
     ahead_seconds: float = 0.0
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

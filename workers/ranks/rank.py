@@ -236,7 +236,7 @@ class Rank:
         there been no other: launched on its device or, where that is this thread, known to it."""
         now, before = time.perf_counter(), self._ended_at
         self._ended_at = now
-        self._reply(Stepped(number, result, now - max(began, before), before - ready_at))
+        self._reply(Stepped(number, result, now - max(began, before), before - ready_at, max(ready_at - began, 0.0)))
 
 
 def digests(

@@ -5,17 +5,18 @@ for the rest of the one and for all of the other. Shortly before its predecessor
 the device idle, which every sequence pays for; so the time kept in hand is learnt from what it would have taken, and
 where nothing is known, or nothing is gained, a step is launched at once.
 
-What it would have taken has a long tail: a host that stands still now and then, and launches that wait for the device
-whatever they are given, as those of other rows than the last step's were seen to. To cover all of it holds nothing, ever.
-So a tail may cost IDLE_FRACTION, and such steps have a lead of their own.
+What it would have taken has a long tail: a host that stands still now and then, launches of other rows, launches that
+wait for the device whatever they are given. To cover all of it holds nothing, ever. So a tail may cost
+IDLE_FRACTION, steps of other rows have a lead of their own, and what a launch waited for the device is not what it needed.
 """
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from headrace.costmodel import CostModel
+from workers.scheduling.plan import StepResult
 from workers.scheduling.work import StepKind, StepWork
 
 MIN_SAMPLES = 16
@@ -23,6 +24,7 @@ WINDOW = 256
 IDLE_FRACTION = 0.005  # of the device's time, for what becomes runnable to wait for one step and not for two
 RECENT = 9  # steps, by whose median the fit is corrected
 MARGIN_SECONDS = 5e-4  # so late is an end heard of
+LAUNCH_SECONDS = 2e-3  # of a launch that waits for nothing, until it is seen
 
 
 class Lead:
@@ -56,8 +58,8 @@ def least_lead(samples: Collection[tuple[float, float]]) -> float:
 class Paced:
     """Of a step that was launched while another computed, in seconds: for how long it was held, the time that it was given
     until that one's expected end, what was left of it when it had been launched (negative: the device waited), the time
-    kept in hand for its sort, None while that is unknown, and its predecessor's expected length. `alike`: the rows of its
-    predecessor and no others."""
+    kept in hand for its sort, None while that is unknown, and its predecessor's expected length; how long the launch took.
+    `alike`: the rows of its predecessor and no others."""
 
     alike: bool
     held: float
@@ -65,6 +67,16 @@ class Paced:
     most: float
     lead: float | None
     ahead: float = 0.0
+    launch: float = 0.0
+
+
+def needed(paced: Paced) -> float:
+    """What it should have been given. A launch that took half a step and ended as that did waited for it: given more time
+    it would have waited longer, and given less it shows what it takes by itself."""
+    lacked = paced.given - paced.ahead + MARGIN_SECONDS
+    if paced.launch > paced.most / 2 and abs(paced.ahead) <= 2 * MARGIN_SECONDS:
+        return lacked - (paced.launch - LAUNCH_SECONDS)
+    return lacked
 
 
 class Pacing:
@@ -119,17 +131,16 @@ class Pacing:
             )
         self._flights.append((work, now, work.seconds(cost), paced))
 
-    def landed(self, seconds: float, ahead: float, ended_at: float) -> None:
-        """`seconds`: what it took; `ahead`: how long before its predecessor's end all ranks had launched it, negative where
-        the device waited; `ended_at`: when it was first heard that it had ended."""
+    def landed(self, result: StepResult, ended_at: float) -> None:
+        """`ended_at`: when it was first heard that it had ended."""
         work, _, expected, paced = self._flights.popleft()
         self._ended_at = ended_at
         self.last = None
-        if work.kind is StepKind.DECODE and expected > 0 and (paced is None or ahead >= 0):
-            self._errors.append(seconds / expected)
+        if work.kind is StepKind.DECODE and expected > 0 and (paced is None or result.ahead_seconds >= 0):
+            self._errors.append(result.seconds / expected)
         if paced is not None:
-            self._leads[paced.alike].add(paced.given - ahead + MARGIN_SECONDS, paced.most)
-            self.last = Paced(paced.alike, paced.held, paced.given, paced.most, paced.lead, ahead)
+            self.last = replace(paced, ahead=result.ahead_seconds, launch=result.launch_seconds)
+            self._leads[paced.alike].add(needed(self.last), paced.most)
 
     def _expected_end(self, cost: CostModel) -> float | None:
         """Of the one step in flight, where it decodes alone, and enough such have shown how good the fit is."""

@@ -79,6 +79,7 @@ class StepResult:
     how far the best (for seeded rows: perturbed) logit was above the second, parallel to `token_ids`; empty unless the
     executor records margins. `seconds`: the step's own duration on its slowest rank. `ahead_seconds`: how long before the
     end of the plan before it this one had been launched, on the rank that was last; negative: the device waited for it.
+    `launch_seconds`: how long the longest launch took, on a device that is not awaited.
     """
 
     number: int
@@ -87,3 +88,4 @@ class StepResult:
     margins: tuple[float, ...] = ()
     seconds: float = 0.0
     ahead_seconds: float = 0.0
+    launch_seconds: float = 0.0

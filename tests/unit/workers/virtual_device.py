@@ -76,7 +76,8 @@ class Device:
         now, machine = self.loop.seconds, self.machine
         self.planned.append(now)
         before = self.busy[-1][1] if self.busy else 0.0
-        launched = self._launched = max(now, self._launched) + machine.host(plan)
+        began = max(now, self._launched)
+        launched = self._launched = began + machine.host(plan)
         if machine.awaits(plan) and launched < before:
             launched = self._launched = before + machine.host(plan) / 4
         begin = max(before, launched)
@@ -87,7 +88,7 @@ class Device:
         seconds, ahead = heard - max(now, self._heard), self._heard - launched
         self._heard = heard
         tokens = (7,) * sum(work.num_samples for work in plan.work)
-        result = StepResult(plan.number, tokens, seconds=seconds, ahead_seconds=ahead)
+        result = StepResult(plan.number, tokens, seconds=seconds, ahead_seconds=ahead, launch_seconds=launched - began)
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
         self.loop.call_at(heard, future.set_result, result)

@@ -7,11 +7,21 @@ import pytest
 
 from headrace.costmodel import CostModel
 from tests.unit.workers.virtual_device import NUM_SEQUENCES, NUM_STEPS, Machine, run
-from workers.scheduling.pacing import IDLE_FRACTION, MARGIN_SECONDS, MIN_SAMPLES, RECENT, WINDOW, Pacing, least_lead
-from workers.scheduling.plan import StepPlan
+from workers.scheduling.pacing import (
+    IDLE_FRACTION,
+    LAUNCH_SECONDS,
+    MARGIN_SECONDS,
+    MIN_SAMPLES,
+    RECENT,
+    WINDOW,
+    Pacing,
+    least_lead,
+)
+from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.work import StepKind, StepWork
 
 STEP = 0.012
+NOTHING, ARRIVALS, ALL = "nothing waits", "arrivals wait", "all wait"
 COST = CostModel(decode_base_seconds=0.01, decode_sequence_seconds=0.0, decode_context_token_seconds=0.0)
 DECODE = StepWork(StepKind.DECODE, 1, 0, 0, 0.0, 1)
 PROMPT = StepWork(StepKind.PREFILL, 1, 1, 8, 4.0, 0)
@@ -25,9 +35,10 @@ def steady(draw: random.Random) -> Machine:
     return Machine(step=lambda plan: draw.gauss(STEP, STEP / 100), host=lambda plan: draw.uniform(0.001, 0.002))
 
 
-def measured(draw: random.Random, *, awaits: bool) -> Machine:
+def measured(draw: random.Random, awaits: str) -> Machine:
     """As two H200 were seen: steps that grow longer, half a millisecond more with one more row, which takes another graph,
-    or beside a pull; every 75 ms a sequence that a peer hands over, whose launch `awaits` the device."""
+    or beside a pull; every 75 ms a sequence that a peer hands over. What
+    `awaits` the device is launched when that has done the rest."""
     num_steps = 0
 
     def step(plan: StepPlan) -> float:
@@ -40,7 +51,7 @@ def measured(draw: random.Random, *, awaits: bool) -> Machine:
         step,
         host=lambda plan: draw.uniform(0.001, 0.002) + 0.0005 * bool(plan.starts),
         heard=lambda: draw.uniform(0.0001, 0.0004) + (draw.expovariate(1000) if draw.random() < 0.1 else 0.0),
-        awaits=lambda plan: awaits and bool(plan.starts),
+        awaits=lambda plan: awaits == ALL or (awaits == ARRIVALS and bool(plan.starts)),
         arrival=lambda: draw.uniform(0.065, 0.085),
     )
 
@@ -51,16 +62,16 @@ def test_one_step_ahead_a_sequence_waits_for_up_to_two_steps_and_launched_late_f
     assert p99(ahead.waits(draw)) > 1.85
     assert p99(late.waits(draw)) < 1.3
     assert ahead.idle_fraction == 0
-    assert late.idle_fraction < 0.002
+    assert late.idle_fraction < IDLE_FRACTION
 
 
-@pytest.mark.parametrize("awaits", [False, True])
-def test_launches_of_other_rows_that_wait_for_the_device_let_no_other_step_go_early(awaits: bool) -> None:
-    """On two H200 nothing was ever held: one such launch in six made the time kept in hand as long as a step."""
+@pytest.mark.parametrize("awaits", [NOTHING, ARRIVALS, ALL])
+def test_launches_that_wait_for_the_device_let_no_step_go_early(awaits: str) -> None:
+    """On two H200 nothing was ever held: where one in six waits, the most that was needed is always a step."""
     draw = random.Random(3)
-    ahead, late = run(False, measured(draw, awaits=awaits)), run(True, measured(draw, awaits=awaits))
+    ahead, late = run(False, measured(draw, awaits)), run(True, measured(draw, awaits))
     assert p99(ahead.waits_of_arrivals()) > 1.9
-    assert p99(late.waits_of_arrivals()) < 1.4
+    assert p99(late.waits_of_arrivals()) < (1.75 if awaits == ALL else 1.4)
     assert late.idle_fraction < ahead.idle_fraction + IDLE_FRACTION
 
 
@@ -101,6 +112,10 @@ def test_of_what_was_needed_a_tail_may_be_missing_that_costs_a_two_hundredth(nee
     assert least_lead([(each, 0.01) for each in needed]) == pytest.approx(lead)
 
 
+def a_result(ahead: float, launch: float = 0.0) -> StepResult:
+    return StepResult(1, (), seconds=0.01, ahead_seconds=ahead, launch_seconds=launch)
+
+
 def after(needed: list[float], *, starts: Callable[[int], bool] = lambda number: False) -> Pacing:
     """Launched behind steps of 10 ms as they began, so that 10 ms were given, of which `needed` was used up each time; a
     step of decodes computes now, since 1 s."""
@@ -109,9 +124,9 @@ def after(needed: list[float], *, starts: Callable[[int], bool] = lambda number:
     for number, each in enumerate([0.002] * RECENT + needed):
         now = number * 0.01
         pacing.launched(DECODE, COST, now, now, starts=number >= RECENT and starts(number - RECENT))
-        pacing.landed(0.01, 0.01 - before, now + 0.01)
+        pacing.landed(a_result(0.01 - before), now + 0.01)
         before = each
-    pacing.landed(0.01, 0.01 - before, 1.0)
+    pacing.landed(a_result(0.01 - before), 1.0)
     pacing.launched(DECODE, COST, 1.0, 1.0, starts=False)
     return pacing
 
@@ -125,7 +140,7 @@ def test_nothing_is_held_before_enough_is_known_nor_behind_a_prompt() -> None:
     pacing = after([0.002] * MIN_SAMPLES)
     assert release(pacing, 1.0) == pytest.approx(1.01 - 0.002 - MARGIN_SECONDS, abs=1e-4)
     assert release(pacing, 1.009) == 1.009, "at once"
-    pacing.landed(0.01, 0.0, 1.01)
+    pacing.landed(a_result(0.0), 1.01)
     pacing.launched(PROMPT, COST, 1.01, 1.01, starts=True)
     assert release(pacing, 1.01) is None
 
@@ -141,8 +156,20 @@ def test_an_alarm_that_rings_late_is_part_of_what_was_needed() -> None:
     at = release(pacing, 1.0)
     assert at is not None
     pacing.launched(DECODE, COST, at + 0.001, at + 0.002, starts=False)
-    pacing.landed(0.01, 0.0, 1.01)
-    pacing.landed(0.01, 0.0, 1.02)
+    pacing.landed(a_result(0.0), 1.01)
+    pacing.landed(a_result(0.0), 1.02)
     assert pacing.last is not None
     assert pacing.last.held == pytest.approx(at + 0.001 - 1.0)
     assert pacing.last.given - pacing.last.ahead == pytest.approx(1.01 - at), "all that was given: nothing was left"
+
+
+def test_a_launch_that_waited_for_the_device_did_not_need_what_it_was_given() -> None:
+    pacing = after([0.002] * MIN_SAMPLES)
+    for _ in range(2 * WINDOW):
+        pacing.launched(DECODE, COST, 1.001, 1.001, starts=False)
+        pacing.landed(a_result(-0.0003, launch=0.0085), 1.0)
+        pacing.landed(a_result(-0.0003, launch=0.0085), 1.0)
+        pacing.launched(DECODE, COST, 1.0, 1.0, starts=False)
+    lead = pacing.lead_seconds(alike=True)
+    assert lead is not None
+    assert lead < LAUNCH_SECONDS + 0.002
