@@ -1,0 +1,332 @@
+"""What fails while a prompt is handed over, and what comes of it."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace import wire
+from headrace.clock import ManualClock
+from headrace.errors import (
+    DeadlineExceeded,
+    LinkClosed,
+    StaleBlocks,
+    TransferFailed,
+)
+from headrace.v1 import control_pb2, transfer_pb2, transfer_pb2_grpc
+from headrace.values import PrefillTarget, RequestKey, Role, Ticket
+from tests.session import Answer
+from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle, said
+from tests.unit.workers.memory import MemoryExecutor
+from tests.unit.workers.rig import (
+    BLOCK_SIZE,
+    ENGINE,
+    HANDOFF,
+    Rig,
+    a_pair,
+    a_request,
+    a_worker,
+    answer_alone,
+)
+from workers.handoff import messages
+from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+
+Fault = control_pb2.Fault
+WITH_DIGESTS = HANDOFF.model_copy(update={"digests": True})
+
+
+async def failing(rig: Rig, how: str) -> None:
+    match how:
+        case "drop of block 3":
+            await rig.faults(Fault(point="transfer.block", action="drop", at=3, times=1))
+        case "raise in block 3":
+            await rig.faults(Fault(point="transfer.block", action="raise", at=3, times=1))
+        case "stale blocks":
+            rig.executor.pull_error = StaleBlocks("epoch moved")
+        case "link closed":
+            rig.executor.pull_error = LinkClosed("reset by peer")
+        case "a read that never ends":
+            rig.executor.go_pulls.clear()
+
+
+@pytest.mark.parametrize(
+    "how", ["drop of block 3", "raise in block 3", "stale blocks", "link closed", "a read that never ends"]
+)
+@pytest.mark.parametrize("then", ["another", "alone"])
+async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str) -> None:
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.4})
+    asked = a_request(length=30, max_tokens=7)
+    expected = await answer_alone(asked)
+    async with (
+        a_worker("p1", role=Role.PREFILL) as spare,
+        a_pair(decode_handoff=quick, decode_engine=ENGINE.model_copy(update={"stall_seconds": 0.2})) as (
+            prefill,
+            decode,
+        ),
+        decode.router() as router,
+    ):
+        await failing(decode, how)
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        decode.executor.pull_error = None
+        decode.executor.go_pulls.set()
+        await answer_to_peer_lost(router, answer, spare.target if then == "another" else None)
+        got = await answer.end()
+        assert said(got)[0] == said(expected)[0]  # type: ignore[index]
+        assert got.keys == {RequestKey("q", 2)}
+        assert got.timeline is not None
+        assert got.timeline.prefill_worker == ("p1" if then == "another" else "")
+        assert got.timeline.retry_seconds > 0, "what the attempt that failed took is neither queue nor prefill"
+        await both_idle(prefill, decode, spare)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 30])
+async def test_with_digests_every_block_that_came_is_what_was_announced(length: int) -> None:
+    asked = a_request(length=length, max_tokens=7)
+    expected = await answer_alone(asked)
+    async with a_pair(handoff=WITH_DIGESTS) as (prefill, decode), decode.router() as router:
+        got = await router.submit(replace(asked, prefill=prefill.target)).end()
+        assert said(got)[0] == said(expected)[0]  # type: ignore[index]
+        assert not got.lost
+        await both_idle(prefill, decode)
+
+
+async def test_with_digests_a_block_that_came_as_something_else_is_named_and_placed_again() -> None:
+    asked = a_request(length=30, max_tokens=7)
+    expected = await answer_alone(asked)
+    async with a_pair(handoff=WITH_DIGESTS) as (prefill, decode), decode.router() as router:
+        executor, pull = decode.executor, decode.executor.pull
+
+        def spoilt(peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+            done = pull(peer, blocks, after_step)
+            done.add_done_callback(lambda _: executor.pool[blocks[-1].target].__iadd__(1))
+            return done
+
+        executor.pull = spoilt  # type: ignore[method-assign]
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        assert "digest" in answer.lost[0].error.message
+        await answer_to_peer_lost(router, answer, None)
+        assert said(await answer.end())[0] == said(expected)[0]  # type: ignore[index]
+        await both_idle(prefill, decode)
+
+
+async def test_a_router_that_says_nothing_leaves_the_request_to_be_computed_here() -> None:
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2})
+    asked = a_request(length=30, max_tokens=40)
+    async with a_pair(handoff=quick) as (prefill, decode), decode.router() as router:
+        await failing(decode, "stale blocks")
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        got = await answer.end()
+        assert len(got.lost) == 1
+        assert got.keys == {RequestKey("q", 1)}
+        assert got.tokens == (await answer_alone(asked)).tokens
+        await both_idle(prefill, decode)
+
+
+async def test_an_answer_that_comes_too_late_renames_the_request() -> None:
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2})
+    async with a_pair(handoff=quick) as (prefill, decode), decode.router() as router:
+        await failing(decode, "stale blocks")
+        answer = router.submit(a_request(length=30, max_tokens=200, prefill=prefill.target))
+        await answer.until(lambda answer: answer.tokens[0])
+        decode.executor.go_steps.clear()
+        router.place(RequestKey("q", 2), prefill.target)
+        await router.ping()
+        decode.executor.go_steps.set()
+        got = await answer.end()
+        assert got.keys == {RequestKey("q", 1), RequestKey("q", 2)}
+        assert len(got.tokens[0]) == 200
+
+
+async def test_a_place_for_what_is_over_is_refused() -> None:
+    async with a_worker() as rig, rig.router() as router:
+        answer = router.answers["gone"] = Answer()
+        router.place(RequestKey("gone", 2), None)
+        assert isinstance((await answer.end()).error, TransferFailed)
+
+
+async def test_case_08_a_dead_prefill_worker_is_noticed_at_once() -> None:
+    async with a_worker("d0") as decode, decode.router() as router:
+        async with a_worker("p0") as prefill:
+            prefill.executor.go_steps.clear()
+            answer = router.submit(a_request(length=20, prefill=prefill.target))
+            while not prefill.worker.num_requests:
+                await prefill.worker.changed()
+        await answer_to_peer_lost(router, answer, None)
+        assert answer.lost[0].error.type == TransferFailed.__name__
+        assert said(await answer.end())[0] == said(await answer_alone(a_request(length=20)))[0]  # type: ignore[index]
+        assert decode.counts.quarantined == 0
+
+
+async def test_case_12_a_decode_worker_stays_well_without_prefill_workers() -> None:
+    nobody = PrefillTarget("p9", 1, "127.0.0.1:1")
+    async with a_worker("d0") as decode, decode.router() as router:
+        answer = router.submit(a_request(length=20, prefill=nobody))
+        await answer.until(lambda answer: answer.lost)
+        described = await decode.control.Describe(control_pb2.DescribeRequest())
+        assert described.unhealthy_reason == ""
+        await answer_to_peer_lost(router, answer, None)
+        assert (await answer.end()).error is None
+
+
+async def test_case_14_waiting_in_the_peers_queue_is_not_peer_death() -> None:
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 0.2})
+    async with a_pair(handoff=quick) as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        answer = router.submit(a_request(length=20, prefill=prefill.target))
+        for _ in range(3):
+            await router.report(lambda report: True)
+        assert not answer.lost
+        prefill.executor.go_steps.set()
+        assert (await answer.end()).error is None
+        assert answer.timeline is not None
+        assert answer.timeline.prefill_worker == "p0"
+
+
+async def test_case_14_a_burst_beyond_the_batch_is_served_whole() -> None:
+    small = ENGINE.model_copy(update={"max_num_seqs": 2})
+    async with a_pair(decode_engine=small, decode_num_blocks=24) as (prefill, decode), decode.router() as router:
+        answers = [
+            router.submit(a_request(f"q{i}", length=13, seed=i, max_tokens=20, prefill=prefill.target))
+            for i in range(16)
+        ]
+        done = [await answer.end() for answer in answers]
+        assert [answer.error for answer in done] == [None] * 16
+        assert [len(answer.tokens[0]) for answer in done] == [20] * 16
+        await both_idle(prefill, decode)
+
+
+async def test_case_16_what_waits_to_be_pulled_is_bounded_on_the_prefill_side() -> None:
+    async with a_pair(prefill_num_blocks=40, decode_num_blocks=64) as (prefill, decode), decode.router() as router:
+        decode.executor.go_pulls.clear()
+        answers = [router.submit(a_request(f"q{i}", length=17, seed=i, prefill=prefill.target)) for i in range(8)]
+        while prefill.counts.pinned < 5:
+            await prefill.worker.changed()
+        for _ in range(3):
+            await router.report(lambda report: True)
+            assert prefill.counts.pinned + prefill.counts.active <= 20
+        decode.executor.go_pulls.set()
+        for answer in answers:
+            assert (await answer.end()).error is None
+        await both_idle(prefill, decode)
+
+
+@pytest.mark.parametrize("how", ["never came", "was dropped"])
+async def test_a_lost_ticket_is_noticed_and_placed_again(how: str) -> None:
+    """The stream lives and the peer answers beats: only the ticket is gone."""
+    patient = HANDOFF.model_copy(update={"transfer_seconds": 600.0})
+    asked = a_request(length=30)
+    async with a_pair(handoff=patient) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        if how == "never came":
+            await decode.faults(Fault(point="ticket", action="drop", times=1))
+        else:
+            prefill.executor.go_steps.clear()
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        if how == "was dropped":
+            while not prefill.worker.num_requests:
+                await prefill.worker.changed()
+            prefill.worker._source.release(RequestKey("q"))
+            prefill.executor.go_steps.set()
+        await answer.until(lambda answer: answer.lost)
+        assert "is not here" in answer.lost[0].error.message
+        await answer_to_peer_lost(router, answer, prefill.target)
+        assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
+        await both_idle(prefill, decode)
+
+
+async def test_a_pin_whose_announcement_was_lost_ends(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its puller, who waits for it, asks after the ticket, and must not keep the pin alive by that."""
+    brief = HANDOFF.model_copy(update={"pin_seconds": 0.2, "transfer_seconds": 600.0})
+    async with (
+        a_pair(handoff=brief, prefill_clock=clock) as (prefill, decode),
+        decode.router() as router,
+        asyncio.timeout(20),
+    ):
+        source, asked = prefill.worker._source, asyncio.Semaphore(0)
+        renew = source.renew
+
+        def noted(*given: Any, **named: Any) -> None:
+            renew(*given, **named)
+            asked.release()
+
+        monkeypatch.setattr(source, "renew", noted)
+        await prefill.faults(Fault(point="announce", action="drop"))
+        answer = router.submit(a_request(length=6, prefill=prefill.target))
+        while not prefill.counts.pinned:
+            await prefill.worker.changed()
+        clock.advance(0.15)
+        while not asked.locked():
+            await asked.acquire()
+        await asked.acquire()
+        clock.advance(0.1)
+        await answer.until(lambda answer: answer.lost)
+        await answer_to_peer_lost(router, answer, None)
+        await answer.end()
+        await both_idle(prefill, decode)
+
+
+async def test_a_slow_read_keeps_its_pin_by_renewing_it() -> None:
+    brief = HANDOFF.model_copy(update={"pin_seconds": 0.2})
+    async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router:
+        decode.executor.go_pulls.clear()
+        answer = router.submit(a_request(length=10, prefill=prefill.target))
+        while not prefill.counts.pinned:
+            await prefill.worker.changed()
+        for _ in range(3):
+            await router.report(lambda report: True)
+        assert prefill.counts.pinned
+        decode.executor.go_pulls.set()
+        assert (await answer.end()).error is None
+        assert not answer.lost
+
+
+async def test_case_19_a_preempted_hand_over_is_computed_again_to_the_same_answer() -> None:
+    asked = [a_request(f"q{i}", length=12, seed=i, max_tokens=30) for i in range(4)]
+    expected = [(await answer_alone(request)).tokens for request in asked]
+    async with a_pair(decode_num_blocks=22) as (prefill, decode), decode.router() as router:
+        answers = [router.submit(replace(request, prefill=prefill.target)) for request in asked]
+        done = [await answer.end() for answer in answers]
+        assert [answer.tokens for answer in done] == expected
+        assert decode.worker.num_preemptions > 0
+        await both_idle(prefill, decode)
+
+
+async def test_case_52_requests_parked_on_a_dead_prefill_worker_hold_up_nobody() -> None:
+    small = ENGINE.model_copy(update={"max_num_seqs": 4})
+    async with a_pair(decode_engine=small) as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        parked = [
+            router.submit(a_request(f"p{i}", length=9, seed=i, seconds_left=0.3, prefill=prefill.target))
+            for i in range(8)
+        ]
+        local = await router.submit(a_request("local", seed=77)).end()
+        assert local.error is None
+        for answer in parked:
+            assert isinstance((await answer.end()).error, DeadlineExceeded)
+        prefill.executor.go_steps.set()
+        await both_idle(prefill, decode)
+
+
+async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:
+    """It is frozen, or its host is gone: its connection stands. What is not computed yet has no pin that would end."""
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    handoff = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
+    async with a_worker("p0", role=Role.PREFILL, executor=executor, handoff=handoff) as rig:
+        call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
+        hello = replace(rig.worker._hello, worker_id="d0")
+        await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
+        ticket = Ticket(a_request(length=20), 0, "r0")
+        await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
+        while not rig.worker.num_requests:
+            await rig.worker.changed()
+        async with asyncio.timeout(10):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            executor.go_steps.set()
+            await rig.idle()
