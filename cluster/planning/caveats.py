@@ -1,12 +1,14 @@
 """What a plan stands on, what it does not know, and what in it deserves doubt: said beside its figures."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.planning.asked import PlanAsked
 from cluster.planning.gpus import BASIS, BASIS_PRECISION
 from cluster.planning.load import Target
 from cluster.planning.options import HOURS_PER_MONTH, Option
+from cluster.planning.outlook import WhatIf
 from cluster.planning.prediction import Prediction
 from cluster.planning.settle import Settled
 from cluster.planning.shapes import SERVED, ModelSpec, Precision
@@ -45,6 +47,19 @@ def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Tra
 def as_ms(seconds: float) -> str:
     """Milliseconds in the two digits that the record allows."""
     return f"{float(f'{seconds * 1e3:.2g}'):g}"
+
+
+def unsure(option: Option, what_ifs: Sequence[WhatIf]) -> str:
+    """How many GPUs it would be if all steps were as much faster or slower as the figures are unsure."""
+    gpu = option.gpu
+    counts = [one.num_gpus for one in what_ifs if one.what.startswith("steps × ")]
+    where = "measured" if gpu.is_measured else "from a data sheet, not measured"
+    low, high = (min(found), max(found)) if (found := [one for one in counts if one is not None]) else (0, 0)
+    if len(found) < len(counts):
+        ends = f"{low} GPUs, or more than can be had, at their ends"
+    else:
+        ends = f"{low} to {high} GPUs at their ends" if low < high else f"{low} GPUs at either end"
+    return f"{gpu.name}'s figures are {where}, ± {gpu.uncertainty:.0%}: {ends}"
 
 
 def recorded(option: Option, model: ModelSpec, precision: Precision) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from json import dumps
 from math import log10
 from typing import Any
 
@@ -17,7 +18,9 @@ th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; } th { color: var(--dim); font-weight: 500; }
 .warn { border-left: 3px solid var(--theirs); padding-left: .7rem; margin: .4rem 0; }
 .dim, li { color: var(--dim); } .plots { display: flex; flex-wrap: wrap; gap: 1.5rem; }
-figure { margin: 0; } figcaption { color: var(--dim); font-size: .85rem; } svg text { fill: var(--dim); font-size: 11px; }
+h1, p, li { overflow-wrap: anywhere; } pre { overflow-x: auto; } svg { max-width: 100%; height: auto; }
+figure { margin: 0; min-width: 0; } figcaption { color: var(--dim); font-size: .85rem; }
+svg text { fill: var(--dim); font-size: 11px; }
 """
 WHO = ("predicted", "simulated")
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 230, 54, 30
@@ -35,7 +38,7 @@ def page(plan: Mapping[str, Any]) -> str:
         f"<p class=dim>{escape(traffic['about'])} · {traffic['mean_per_second']:.3g} requests a second on average, sized "
         f"for {traffic['sized_for_per_second']:.3g} · SLO: {100 * slo['attainment']:g}% within "
         f"TTFT {slo['ttft_seconds']:g} s, TPOT {slo['tpot_seconds'] * 1e3:g} ms</p>",
-        f"<p class=dim>{escape(plan['record'])}</p>",
+        *(f"<p class=dim>{escape(plan[said])}</p>" for said in ("doubt", "record")),
         *(f"<p class=warn>{escape(warning)}</p>" for warning in plan["warnings"]),
         "<div class=plots>",
         _hours(plan),
@@ -50,10 +53,14 @@ def page(plan: Mapping[str, Any]) -> str:
         _ways(plan),
         "<h2>Memory of one GPU</h2>",
         _memory(plan),
-        "<h2>What if</h2>",
+        "<h2>Roofline of a step, a GPU</h2>",
+        _rooflines(plan),
+        "<h2>What if (by prediction)</h2>",
         _what_if(plan),
         "<h2>Money</h2>",
         _money(plan),
+        "<h2>In a cluster's file</h2>",
+        _cluster(chosen),
         "<h2>Figures of the GPU</h2>",
         _figures(chosen),
         "<h2>Stands on</h2>",
@@ -115,7 +122,7 @@ def _checked(plan: Mapping[str, Any]) -> str:
         "p99",
         "SLO kept",
         "goodput /s",
-        "prefill",
+        "prefill busy",
     )
     return _table(columns, rows)
 
@@ -188,17 +195,24 @@ def _what_if(plan: Mapping[str, Any]) -> str:
 
 def _money(plan: Mapping[str, Any]) -> str:
     money, even = plan["money"], plan["break_even"]
+    share = money["following_per_month"] / money["per_month"] if money["per_month"] else 0.0
     rows = [
-        ("as planned, all day", f"{money['fixed_gpu_hours']:,.0f}", f"{money['per_month']:,.0f}"),
         (
-            "following the day, hour by hour",
-            f"{money['following_gpu_hours']:,.0f}",
-            f"{money['following_per_month']:,.0f}",
-        ),
+            what,
+            f"{money[f'{which}_gpu_hours']:,.0f}",
+            f"{part * money['per_month']:,.0f}",
+            f"{part * money['per_million']:.3f}",
+            f"{part * money['per_million_output']:.3f}",
+        )
+        for what, which, part in (
+            ("as planned, all day", "fixed", 1.0),
+            ("following the day, hour by hour", "following", share),
+        )
     ]
     if even is not None:
-        rows.append(("an API, the same tokens", "", f"{even['api_per_month']:,.0f}"))
-    found = _table(("", "GPU-hours a month", "a month"), rows)
+        per_million = even["api_per_month"] / money["tokens_per_month"] * 1e6
+        rows.append(("an API, the same tokens", "", f"{even['api_per_month']:,.0f}", f"{per_million:.3f}", ""))
+    found = _table(("", "GPU-hours a month", "a month", "a million tokens", "a million of output"), rows)
     if even is not None:
         found += "<p class=dim>" + (
             "own GPUs are not cheaper at any traffic up to 64 × this"
@@ -206,6 +220,32 @@ def _money(plan: Mapping[str, Any]) -> str:
             else f"own GPUs are cheaper from {even['factor']:.2g} × this traffic on: {even['requests_per_second']:.3g}/s"
         )
     return found
+
+
+def _rooflines(plan: Mapping[str, Any]) -> str:
+    return _table(
+        ("phase", "operations a byte", "ridge", "bound by", "TFLOP/s", "of the roof", "step ms"),
+        [
+            (
+                one["phase"],
+                f"{one['intensity']:.0f}",
+                f"{one['ridge']:.0f}",
+                one["bound"],
+                f"{one['flops_per_second'] / 1e12:.1f}",
+                f"{one['reached']:.0%}",
+                f"{one['seconds'] * 1e3:.1f}",
+            )
+            for one in plan["rooflines"]
+        ],
+    )
+
+
+def _cluster(chosen: Mapping[str, Any]) -> str:
+    decided = chosen["cluster"]
+    if decided is None:
+        return "<p class=dim>nothing: the engine serves no such precision</p>"
+    lines = "\n".join(f"{section}: {dumps(values)}" for section, values in decided.items())
+    return f"<pre>{escape(lines)}</pre>"
 
 
 def _figures(chosen: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.planning.caveats import recorded
+from cluster.planning.caveats import recorded, unsure
 from cluster.planning.memory import Budget
 from cluster.planning.options import Option
 from cluster.planning.outlook import prediction_json
@@ -64,6 +64,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "what_if": [asdict(one) for one in plan.what_ifs],
         "by_hour": plan.by_hour,
         "rooflines": [{**asdict(one), "bound": one.bound, "reached": one.reached} for one in plan.rooflines],
+        "doubt": unsure(option, plan.what_ifs),
         "record": recorded(plan.option, plan.model, plan.asked.held),
         "assumptions": plan.assumptions,
         "unknowns": plan.unknowns,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.planning.caveats import as_ms, recorded
+from cluster.planning.caveats import as_ms, recorded, unsure
 from cluster.planning.check import Simulated
 from cluster.planning.load import Pools
 from cluster.planning.memory import Budget
@@ -30,7 +30,7 @@ def show(plan: Plan, console: Console) -> None:
         f"TTFT {asked.slo.ttft_seconds:g} s, TPOT {asked.slo.tpot_seconds * 1e3:g} ms",
         highlight=False,
     )
-    console.print(_unsure(plan), highlight=False, markup=False)
+    console.print(unsure(option, plan.what_ifs), highlight=False, markup=False)
     console.print(recorded(option, plan.model, asked.held), highlight=False, markup=False)
     for warning in plan.warnings:
         console.print(f"! {warning}", highlight=False, markup=False, style="yellow")
@@ -61,19 +61,6 @@ def headline(plan: Plan) -> str:
     )
 
 
-def _unsure(plan: Plan) -> str:
-    """How many GPUs it would be if all steps were as much faster or slower as the figures are unsure."""
-    gpu = plan.option.gpu
-    counts = [one.num_gpus for one in plan.what_ifs if one.what.startswith("steps × ")]
-    where = "measured" if gpu.is_measured else "from a data sheet, not measured"
-    low, high = (min(found), max(found)) if (found := [one for one in counts if one is not None]) else (0, 0)
-    if len(found) < len(counts):
-        ends = f"{low} GPUs, or more than can be had, at their ends"
-    else:
-        ends = f"{low} to {high} GPUs at their ends" if low < high else f"{low} GPUs at either end"
-    return f"{gpu.name}'s figures are {where}, ± {gpu.uncertainty:.0%}: {ends}"
-
-
 def said(pools: Pools) -> str:
     if pools.unified:
         return f"{pools.unified} unified workers"
@@ -86,7 +73,7 @@ def tables(plan: Plan) -> Iterable[tuple[str, Table]]:
     yield "Ways to serve, cheapest first (by prediction)", ways(plan)
     yield "Roofline of a step, a GPU", rooflines(plan)
     yield "Money", money(plan)
-    yield "What if", what_ifs(plan)
+    yield "What if (by prediction)", what_ifs(plan)
 
 
 def _table(*columns: str) -> Table:
@@ -98,7 +85,7 @@ def _table(*columns: str) -> Table:
 
 def checked(plan: Plan) -> Table:
     table = _table(
-        "pools", "", "TTFT p50 ms", "p90", "p99", "TPOT p50 ms", "p90", "p99", "SLO kept", "goodput /s", "prefill"
+        "pools", "", "TTFT p50 ms", "p90", "p99", "TPOT p50 ms", "p90", "p99", "SLO kept", "goodput /s", "prefill busy"
     )
     for settled in filter(None, (plan.chosen, plan.other)):
         for one in settled.rounds:

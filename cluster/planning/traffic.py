@@ -20,6 +20,7 @@ SAMPLE = 128  # lengths that stand for all
 PREFIXES = 8  # that made traffic shares
 HOURS = 24
 STRETCH_SECONDS = 60.0
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 1e10  # of a trace whose timestamps are in the unit that they are read in
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,15 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
             f"{max_context_tokens} tokens: at least 2 that fit are needed"
         )
     own = generators.rate(rows)
+    span = rows[-1].seconds
     if not math.isfinite(own):
         raise ConfigError(
             f"traffic.trace: all {len(rows)} requests of {asked.trace.name} come at one time: they have no rate"
+        )
+    if not SHORTEST_SECONDS <= span <= LONGEST_SECONDS:
+        raise ConfigError(
+            f"traffic.trace: the {len(rows)} requests of {asked.trace.name} come within {span:.3g} s: are its timestamps "
+            "in the unit of its form (.jsonl: milliseconds)?"
         )
     factor = (asked.requests_per_second or own) / own
     first, last, busiest = _busiest(rows)
@@ -209,7 +216,7 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
         peak=Load(peak, _sample(stretch), scv),
         by_hour=by_hour,
         rows=[row for row, _ in stretch],
-        about=f"{asked.trace.name}: {len(rows)} requests, {own:.2f} a second"
+        about=f"{asked.trace.name}: {len(rows)} requests in {span:.3g} s, {own:.3g} a second"
         + (f", taken {factor:.3g} times as often" if asked.requests_per_second else ""),
         assumptions=(
             f"the busiest stretch of the trace (requests {first} to {last - 1}, {busiest / own:.2f} × its mean) stands for "

@@ -139,7 +139,7 @@ def _mooncake(path: pathlib.Path) -> Iterator[TraceRow]:
                     raise ValueError(f"a timestamp must be a finite number, got {record['timestamp']}")
                 sizes = int(record["input_length"]), int(record["output_length"])
                 prefix_ids = tuple(int(prefix_id) for prefix_id in record["hash_ids"])
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise _wrong(path, number, error, "timestamp, input_length, output_length and hash_ids") from error
             yield replace(_row(path, number, seconds, *sizes), prefix_ids=prefix_ids)
 

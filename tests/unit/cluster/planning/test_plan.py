@@ -160,6 +160,8 @@ def test_the_page_needs_nothing_else(found: dict[str, Any]) -> None:
     assert shown.count("<svg") == 5
     assert "predicted" in shown
     assert "simulated" in shown
+    for said in ("a million of output", found["doubt"].replace("'", "&#x27;"), "&quot;replicas&quot;", "of the roof"):
+        assert said in shown, "as on a terminal"
 
 
 def test_pools_that_are_too_small_grow_until_the_simulation_holds(small: Plan) -> None:

@@ -1,5 +1,6 @@
 """What cannot be planned: a clear message with figures, a status that is not 0, and nothing written."""
 
+import json
 import pathlib
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,11 @@ MINE: dict[str, Any] = {
     "link_gb_per_second": 300,
 }
 QUICK: dict[str, Any] = {"simulate": {"requests": 0}, "api": None}
+
+
+def jsonl(step: float) -> str:
+    rows = ({"timestamp": n * step, "input_length": 9, "output_length": 9, "hash_ids": []} for n in range(3))
+    return "\n".join(map(json.dumps, rows))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,24 @@ def test_an_empty_or_malformed_trace_is_refused_with_its_line(tmp_path: pathlib.
     trace.write_text(text)
     with pytest.raises(ConfigError, match=message):
         made(traffic={"trace": trace})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (jsonl(1e-305), r"3 requests of trace\.jsonl come within 2e-308 s: are its timestamps in the unit"),
+        (jsonl(1e305), r"come within 2e\+302 s"),
+        ("[" * 100_000, r"line 1: maximum recursion depth exceeded"),
+    ],
+    ids=["tiny", "huge", "deep"],
+)
+def test_case_a_trace_of_no_unit_or_without_end_is_no_traceback(
+    tmp_path: pathlib.Path, text: str, message: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        made(traffic={"trace": trace}, **QUICK)
 
 
 @pytest.mark.parametrize(
