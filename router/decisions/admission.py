@@ -13,20 +13,17 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from headrace.costmodel import CostModel
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidRequest, NoWorkers, Overloaded, QuotaExceeded
 from router.decisions.fair_queue import FairQueue, Waiting
 from router.decisions.quotas import Exceeded, Kind, Quotas, worth_asking_after
+from router.decisions.room import Room, Rooms
 from router.decisions.tenants import DEFAULT_TENANT, NO_TARGETS, Targets, Tenancy
 from router.decisions.view import View
 
-WORKER_BACKLOG = 8
 BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass
 PRIORITY_SECONDS = 1.0  # a step of priority is worth as many tokens as all workers compute in this time
 OWED_SECONDS = 30.0  # of all workers' prefill: no turn of a tenant comes later than that for what was generated for it
 MIN_DEPARTURES = 8  # that say how fast the queue moves
-GUESSED_TOKEN_SECONDS = CostModel().prefill_token_seconds
-LEAST_TOKEN_SECONDS = 1e-7  # a fit may say that all the time of a step is in its base
 
 Reason = Literal[
     "no_workers",
@@ -109,29 +106,6 @@ class Rules:
     waits_for_workers: bool = False
 
 
-@dataclass(slots=True)
-class _Room:
-    """What workers take: `num_sequences` more, and `seconds` of prefill on each of `num_prefill`, which compute a token in
-    `token_seconds`. `most_samples`: the rows of the largest worker that decodes; 0 when there is none. `idle`: nothing
-    runs or waits anywhere."""
-
-    num_sequences: int = 0
-    seconds: float = inf
-    num_prefill: int = 1
-    token_seconds: float = GUESSED_TOKEN_SECONDS
-    most_samples: int = 0
-    idle: bool = True
-
-    @property
-    def tokens_per_second(self) -> float:
-        """What all of them compute."""
-        return self.num_prefill / self.token_seconds
-
-    def take(self, num_sequences: int, num_tokens: int) -> None:
-        self.num_sequences -= num_sequences
-        self.seconds -= num_tokens * self.token_seconds / self.num_prefill
-
-
 @dataclass(frozen=True, slots=True)
 class _Promise:
     """Admitted and not placed yet, so the view does not count it."""
@@ -162,6 +136,7 @@ class Admission:
         self, rules: Rules | None = None, tenancy: Tenancy | None = None, quotas: Quotas | None = None
     ) -> None:
         self._rules = rules or Rules()
+        self._rooms = Rooms(self._rules.prefill_backlog_seconds)
         self._quotas = quotas or Quotas()
         tenants = (tenancy or Tenancy()).tenants
         self._queue = FairQueue({name: tenant.weight for name, tenant in tenants.items()})
@@ -231,7 +206,7 @@ class Admission:
 
     # -- refusals
 
-    def _unservable(self, entrant: Entrant, room: _Room) -> Shed | None:
+    def _unservable(self, entrant: Entrant, room: Room) -> Shed | None:
         if not room.most_samples and not self._rules.waits_for_workers:
             return Shed("no_workers", 2.0, NoWorkers("no worker that decodes is ready", retry_after_seconds=2.0))
         if 0 < room.most_samples < entrant.num_sequences:
@@ -246,7 +221,7 @@ class Admission:
         exceeded = self._quotas.take(entrant.name, entrant.tenant, entrant.most_tokens, now)
         return _quota_shed(exceeded) if exceeded is not None else None
 
-    def _queued(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> Queued | Shed:
+    def _queued(self, entrant: Entrant, room: Room, now: float, num_tokens: int) -> Queued | Shed:
         waiting, place = self._in_line(entrant, room, now, num_tokens)
         num_ahead = self._queue.num_ahead(entrant.tenant, place)
         refused = self._too_late(entrant, num_ahead)
@@ -296,7 +271,7 @@ class Admission:
 
     # -- order and room
 
-    def _in_line(self, entrant: Entrant, room: _Room, now: float, num_tokens: int) -> tuple[Waiting, int]:
+    def _in_line(self, entrant: Entrant, room: Room, now: float, num_tokens: int) -> tuple[Waiting, int]:
         """The newcomer as one who waits, and its place. What it lets pass: as much as its target leaves time for; without
         one, or when that is missed already, some times its own tokens, so that all are delayed in proportion."""
         queue, per_second = self._queue, room.tokens_per_second
@@ -314,7 +289,7 @@ class Admission:
         waiting.patience = min(waiting.patience, most)
         return waiting, place
 
-    def _needs_no_prefill_worker(self, entrant: Entrant, room: _Room, num_tokens: int) -> bool:
+    def _needs_no_prefill_worker(self, entrant: Entrant, room: Room, num_tokens: int) -> bool:
         """Those who wait do so for prefill workers alone, and this one's worker computes its prompt by itself."""
         head = self._queue.head()
         return (
@@ -323,44 +298,14 @@ class Admission:
             and (head is None or head.num_sequences <= room.num_sequences)
         )
 
-    def _room(self, view: View) -> _Room:
-        """One look at all workers."""
-        room, limit = _Room(), self._rules.prefill_backlog_seconds
-        share = limit / WORKER_BACKLOG
-        num_prefill = num_measured = 0
-        backlog = token_seconds = 0.0
-        for worker in view.workers:
-            if worker.num_sequences:
-                room.idle = False
-            if worker.decode_limit >= 0:
-                free = worker.free_slots + WORKER_BACKLOG
-                if free > 0:
-                    room.num_sequences += free
-                if worker.max_num_seqs > room.most_samples:
-                    room.most_samples = worker.max_num_seqs
-            if worker.prefill_limit >= 0:
-                num_prefill += 1
-                its = worker.cost.prefill_token_seconds
-                if its != GUESSED_TOKEN_SECONDS:
-                    num_measured += 1
-                    token_seconds += its
-                    # A few prompts are no queue, however long: others are computed beside them, or where they decode.
-                    queue = worker.queue_seconds
-                    if queue > share:
-                        num_waiting = worker.load.num_waiting
-                        most = limit if num_waiting >= WORKER_BACKLOG else share * num_waiting
-                        queue = queue if queue < most else most
-                    backlog += queue
-        if num_measured:
-            room.num_prefill = num_prefill
-            room.token_seconds = max(token_seconds / num_measured, LEAST_TOKEN_SECONDS)
-            if num_measured == num_prefill:
-                room.seconds = limit - backlog / num_measured
+    def _room(self, view: View) -> Room:
+        """What the workers take beside what was admitted and is not placed yet."""
+        room = self._rooms.of(view)
         for promise in self._promised.values():
             room.take(promise.num_sequences, promise.num_tokens)
         return room
 
-    def _fits(self, num_sequences: int, room: _Room) -> bool:
+    def _fits(self, num_sequences: int, room: Room) -> bool:
         """One with more samples than there ever is room for runs when nothing else does, or it would wait for ever."""
         if self._rules.waits_for_workers and not room.most_samples:
             return False

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from headrace import metrics
-from router.decisions.admission import WORKER_BACKLOG
+from router.decisions.room import WORKER_BACKLOG
 from tests.chaos.stage import MAX_QUEUE, OPTIONS, ORDINARY, STORM_SECONDS, Fault, Stage, a_stage, sdk_of, until
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]

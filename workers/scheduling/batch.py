@@ -29,6 +29,7 @@ class Batch:
         self._running = running
         self._ledger = running.ledger
         self._block_size = running.ledger.block_size
+        self._plans_in_flight, self._plan_tokens = limits.plans_in_flight, limits.plan_tokens
         # the plan being made
         self._number = 0
         self._budget = 0
@@ -41,9 +42,9 @@ class Batch:
     # -- a plan, pass by pass
 
     def begin(self) -> None:
-        if len(self._running.flights) >= self._limits.plans_in_flight:
-            raise InternalError(f"{self._limits.plans_in_flight} plans are in flight, and no more may be")
-        self._budget = self._limits.plan_tokens
+        if len(self._running.flights) >= self._plans_in_flight:
+            raise InternalError(f"{self._plans_in_flight} plans are in flight, and no more may be")
+        self._budget = self._plan_tokens
         self._work = []
         self._sequences = []
         self._starts = []
@@ -72,10 +73,10 @@ class Batch:
 
     def _turn(self) -> SequenceOf[Sequence]:
         decoding, flights, number = self._running.decoding, self._running.flights, self._number + 1
+        if self._limits.num_micro_batches == 1:
+            return tuple(decoding)
         num_sequences = len(decoding) + len(self._running.prefilling) + len(self._running.arrived)
         self._num_turns = num_groups(self._limits.num_micro_batches, num_sequences)
-        if self._num_turns == self._limits.num_micro_batches == 1:
-            return tuple(decoding)
         return whose_turn(decoding, number, flights[0].number if flights else number, self._num_turns)
 
     def join_arrived(self) -> None:

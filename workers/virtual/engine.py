@@ -85,6 +85,7 @@ class VirtualEngine:
         self._flights: deque[tuple[StepPlan, StepWork, float]] = deque()
         self._busy_until = 0.0
         self._last_positions: dict[int, int] = {}
+        self._num_endless = 0  # plans in which no row comes to its end, if they are of decodes alone and start none
 
     def go_on(self) -> None:
         """Plans as far ahead as may be."""
@@ -111,11 +112,16 @@ class VirtualEngine:
         self._on_landed(events)
 
     def _result(self, plan: StepPlan) -> StepResult:
+        num_decodes = plan.num_decodes
+        if self._num_endless > 0 and num_decodes == len(plan.work) and not plan.starts:
+            self._num_endless -= 1  # a row comes one position further in a plan, or none
+            return StepResult(plan.number, (TOKEN,) * num_decodes)
         last = self._last_positions
         for start in plan.starts:
             last[start.row] = len(start.prompt_ids) + start.sampling.seed - 1
-        num_decodes = plan.num_decodes
-        drawn = [TOKEN if work.start + 1 < last[work.row] else EOS for work in plan.work[:num_decodes]]
+        left = [last[work.row] - work.start - 1 for work in plan.work[:num_decodes]]
+        drawn = [TOKEN if its > 0 else EOS for its in left]
+        self._num_endless = min(left) - 1 if left and num_decodes == len(plan.work) else 0
         for work in plan.work[num_decodes:]:
             is_last = work.start + work.num_tokens >= last[work.row]
             drawn += (EOS if is_last else TOKEN,) * work.num_samples

@@ -35,9 +35,9 @@ from headrace.values import (
     Usage,
 )
 from router.decisions import placement
-from router.decisions.admission import WORKER_BACKLOG
 from router.decisions.placement import Ask, Candidate
 from router.decisions.record import Decision
+from router.decisions.room import WORKER_BACKLOG
 from router.decisions.view import View
 from router.explanations import Failure
 from router.flight import Flight, Piece

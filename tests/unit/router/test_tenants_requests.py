@@ -10,8 +10,9 @@ from headrace.clock import ManualClock
 from headrace.costmodel import CostModel
 from headrace.errors import InternalError, InvalidRequest, Overloaded, QuotaExceeded
 from headrace.values import Load, Usage
-from router.decisions.admission import WORKER_BACKLOG, Rules
+from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
+from router.decisions.room import WORKER_BACKLOG
 from router.decisions.tenants import Targets, Tenancy, Tenant
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage

@@ -19,7 +19,7 @@ from headrace.errors import ConfigError, TransferFailed
 from headrace.goodput import Slo
 from headrace.traces import TraceRow
 from headrace.values import Role, Ticket
-from router.decisions.admission import WORKER_BACKLOG
+from router.decisions.room import WORKER_BACKLOG
 from router.decisions.tenants import NO_TARGETS, Targets
 from workers.virtual.worker import VirtualWorker
 

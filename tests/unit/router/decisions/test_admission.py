@@ -10,7 +10,6 @@ from headrace.values import Load, Role
 from router.decisions.admission import (
     BYPASS_RATIO,
     MIN_DEPARTURES,
-    WORKER_BACKLOG,
     Admission,
     Admitted,
     Entrant,
@@ -19,6 +18,7 @@ from router.decisions.admission import (
     Shed,
 )
 from router.decisions.quotas import Quotas
+from router.decisions.room import WORKER_BACKLOG
 from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.decisions.view import View, WorkerView
 from tests.null_worker import worker_info
