@@ -7,6 +7,7 @@ stage.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from headrace.config import EngineConfig
@@ -66,7 +66,7 @@ def make_runner(
     phases = Phases()
     context = form(spec.layout, rank, store, device=device)
     phases.ended("joined")
-    watched = weights_progress(Console(stderr=True)) if rank == 0 else nullcontext(no_progress)
+    watched = weights_progress(sys.stderr) if rank == 0 else nullcontext(no_progress)
     with watched as progress:
         runner = Runner(
             *(checkpoint, spec.layout, rank, spec.engine, context),

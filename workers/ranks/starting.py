@@ -4,9 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TextIO
 
 from workers.models.weights import LoadProgress
 
@@ -16,11 +14,16 @@ SAID = 4  # times in a log, where nobody watches a bar
 
 
 @contextmanager
-def weights_progress(console: Console) -> Iterator[LoadProgress]:
-    """A bar on a terminal, which it leaves as it was; elsewhere a line of the log for every quarter."""
-    if not console.is_terminal:
+def weights_progress(stream: TextIO) -> Iterator[LoadProgress]:
+    """A bar on a terminal, which it leaves as it was; elsewhere a line of the log for every quarter, and nothing that draws
+    bars is loaded: every rank of every worker would wait for it."""
+    if not stream.isatty():
         yield _said_in_the_log()
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(file=stream, force_terminal=True)
     columns = TextColumn("weights"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("weights", total=None)
