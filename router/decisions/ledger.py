@@ -8,16 +8,33 @@ from dataclasses import dataclass
 
 from headrace.values import Load
 
+LIFE_TOKENS = 128.0  # of an answer, until those that run are longer
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a stream meets on a worker, as far as this router placed it. `tokens`: of prompts that are computed there for
+    each step of it and for each stream beside it; `life`: how many steps it lives."""
+
+    tokens: float = 0.0
+    life: float = LIFE_TOKENS
+
+
+NOTHING_BESIDE = Beside()
+
 
 @dataclass(slots=True)
 class _Sum:
-    """The running totals of one worker: the fields of a Load that a router can know of its own requests."""
+    """The running totals of one worker: the fields of a Load that a router can know of its own requests, and of those that
+    run what was generated for them, and what was computed of their prompts where they decode."""
 
     num_waiting: int = 0
     num_running: int = 0
     waiting_prefill_tokens: int = 0
     context_tokens: int = 0
     claimed_tokens: int = 0
+    generated_tokens: int = 0
+    beside_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -66,7 +83,9 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is not None and entry.running:
             entry.num_context_tokens += num_tokens
-            self._sums[entry.decode].context_tokens += num_tokens
+            total = self._sums[entry.decode]
+            total.context_tokens += num_tokens
+            total.generated_tokens += num_tokens
             self._changed.add(entry.decode)
 
     def close(self, request_id: str) -> None:
@@ -93,11 +112,23 @@ class Ledger:
             claimed_tokens=total.claimed_tokens,
         )
 
+    def beside(self, worker: str) -> Beside:
+        """By Little's law the prompts of those that run are what comes in a mean life; and that is, where lives are spread
+        exponentially, the mean age of those that run, which is known in steps of as many tokens as `grew` is told."""
+        total = self._sums.get(worker)
+        if total is None or not total.beside_tokens:
+            return NOTHING_BESIDE
+        life = max(LIFE_TOKENS, total.generated_tokens / total.num_running)
+        return Beside(total.beside_tokens / life / total.num_running, life)
+
     def _count(self, entry: _Entry, sign: int) -> None:
         decode = self._sum(entry.decode)
         if entry.running:
             decode.num_running += sign * entry.n
             decode.context_tokens += sign * entry.num_context_tokens
+            decode.generated_tokens += sign * (entry.num_context_tokens - entry.num_prompt_tokens)
+            if entry.prefill == entry.decode:
+                decode.beside_tokens += sign * entry.prefill_tokens
         else:
             decode.num_waiting += sign * entry.n
             decode.claimed_tokens += sign * entry.num_prompt_tokens

@@ -34,11 +34,13 @@ from router.decisions.candidates import (
     why_nobody_decodes,
 )
 from router.decisions.slo import Verdict, costed
+from router.decisions.streams import beside, tpot_beside
 from router.decisions.view import View, WorkerView
 
 __all__ = ["Ask", "Candidate", "Decided", "NoCapacity", "Pair", "Placed", "Placement", "Why", "place"]
 
 BEST_FEW = 4
+SLACK_WEIGHT = 0.1
 NEAR_EQUAL_RATIO = 0.05
 NEAR_EQUAL_SECONDS = 1e-3
 
@@ -46,7 +48,9 @@ NEAR_EQUAL_SECONDS = 1e-3
 @dataclass(slots=True)
 class Pair:
     """A priced way to run the request; `prefill` None: the decode worker prefills alone. `pulled_tokens`: what the prefill
-    worker reads of the decode worker's cache, before it computes the rest."""
+    worker reads of the decode worker's cache, before it computes the rest. With a TPOT target: `tpot_seconds` with what is
+    computed beside, `num_missed` of the streams there are expected to miss it because of this one, and others' delay within
+    what is left to them counts SLACK_WEIGHT of its time."""
 
     decode: str
     prefill: str | None
@@ -57,6 +61,7 @@ class Pair:
     price_seconds: float
     pulled_tokens: int = 0
     wait_seconds: float = 0.0
+    num_missed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     if not decodes:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
     pairs, tie, compared = _priced(ask, decodes, prefills, now)
-    output_tokens = min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds, output_tokens)
+    costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds)
     chosen, num_near_equals = _pick(costs, tie)
     decode = compared[chosen.decode]
     prefill = compared[chosen.prefill] if chosen.prefill is not None else None
@@ -228,6 +232,8 @@ def _pairs(
 ) -> list[Pair]:
     """The decode worker with each of them."""
     num_tokens, tpot = ask.num_prompt_tokens, on_decode.tpot_seconds
+    if ask.tpot_seconds is not None:
+        tpot = tpot_beside(decode, tpot)
     output = tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS)
     whole = _transfer_seconds(decode, num_tokens - on_decode.cached_tokens)
     pairs: list[Pair] = []
@@ -266,10 +272,16 @@ def _pulled(
 
 def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
     wait = max(decode.queue_seconds, candidate.wait_seconds)
-    stall = candidate.prefill_seconds * decode.load.num_running
-    ttft, tpot = wait + candidate.prefill_seconds, candidate.tpot_seconds
+    cached, tpot, compute = candidate.cached_tokens, candidate.tpot_seconds, candidate.prefill_seconds
+    stall, missed = compute * decode.load.num_running, 0.0
+    if ask.tpot_seconds is not None:
+        tpot = tpot_beside(decode, tpot)
+        its = beside(decode, tpot, ask.num_prompt_tokens - cached, cached, ask.tpot_seconds)
+        tpot, compute, missed = its.tpot_seconds, its.compute_seconds, its.num_missed
+        stall = SLACK_WEIGHT * its.added_seconds * decode.load.num_running
+    ttft = wait + compute
     price = ttft + tpot * min(ask.max_tokens, EXPECTED_OUTPUT_TOKENS) + stall
-    return Pair(decode.worker_id, None, ttft, 0.0, tpot, stall, price, wait_seconds=wait)
+    return Pair(decode.worker_id, None, ttft, 0.0, tpot, stall, price, 0, wait, missed)
 
 
 def _transfer_seconds(decode: WorkerView, num_tokens: int) -> float:

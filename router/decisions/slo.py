@@ -1,20 +1,22 @@
-"""The targets of a request's class in the choice among priced pairs: meet them at the least cost, else hurt least. Pure.
+"""The targets of a request's class in the choice among priced pairs. Pure.
 
-    no targets    cost = price: everyone's seconds, the request's own among them
-    all met       cost = price; a request that has more time left than INTERACTIVE_SECONDS counts a second of its own
-                  waiting for as much less: it takes nothing from anybody, and leaves idle workers to who cannot wait
-    none is met   cost = seconds beyond the targets, over as much of the answer as is expected, and the stall of others
+    no targets   cost = price: everyone's seconds, the request's own among them
+    targets      cost = price + MISS_SECONDS × how many are expected to miss their targets because of it
+                 a request that has more time left than INTERACTIVE_SECONDS counts a second of its own waiting for as much
+                 less while it meets its targets: it takes nothing from anybody, and leaves idle workers to who cannot wait
 
-A TTFT counts as met with a margin: queues grow between a report and the next, and what is predicted is a mean. By
-simulation (docs/routing.md) half of what is left is better than more; and where nobody is patient, waiting that counts less
-than other time makes the queues uneven and loses goodput.
+Those who may miss are the request itself and the streams beside which a decode worker would compute its prompt
+(`streams`): a prompt that is early there at the price of a stream or two is no gain. A TTFT is safe up to TTFT_SAFE of what
+is left of its target and lost at the target, with as much of a miss in between: queues grow between a report and the next,
+and what is predicted is a mean. What is lost already still goes where it costs least.
 """
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeVar
 
-TTFT_MARGIN = 0.5
+TTFT_SAFE = 0.5
 INTERACTIVE_SECONDS = 3.0
+MISS_SECONDS = 3.0
 
 
 class Priced(Protocol):
@@ -27,9 +29,9 @@ class Priced(Protocol):
     @property
     def wait_seconds(self) -> float: ...
     @property
-    def stall_seconds(self) -> float: ...
-    @property
     def price_seconds(self) -> float: ...
+    @property
+    def num_missed(self) -> float: ...
 
 
 P = TypeVar("P", bound=Priced)
@@ -37,17 +39,23 @@ Verdict = Literal["", "met", "missed"]
 
 
 def costed(
-    pairs: Sequence[P], ttft_seconds: float | None, tpot_seconds: float | None, output_tokens: int
+    pairs: Sequence[P], ttft_seconds: float | None, tpot_seconds: float | None
 ) -> tuple[list[tuple[float, P]], Verdict]:
-    """(cost, pair) of those that may be chosen, and whether they are expected to meet the targets; "" without any.
-    `ttft_seconds` is what is left of the target: below 0 when it is missed already."""
+    """(cost, pair) of each, and whether any is expected to meet the targets; "" without any. `ttft_seconds` is what is left
+    of the target: below 0 when it is missed already."""
     if ttft_seconds is None and tpot_seconds is None:
         return [(pair.price_seconds, pair) for pair in pairs], ""
-    met = [pair for pair in pairs if _meets(pair, ttft_seconds, tpot_seconds)]
-    if met:
-        saved = 1 - _weight_of_waiting(ttft_seconds)
-        return [(pair.price_seconds - saved * pair.wait_seconds, pair) for pair in met], "met"
-    return [(_hurt(pair, ttft_seconds, tpot_seconds, output_tokens), pair) for pair in pairs], "missed"
+    saved = 1 - _weight_of_waiting(ttft_seconds)
+    costs: list[tuple[float, P]] = []
+    verdict: Verdict = "missed"
+    for pair in pairs:
+        own = _missed(pair, ttft_seconds, tpot_seconds)
+        cost = pair.price_seconds + MISS_SECONDS * (own + pair.num_missed)
+        if not own:
+            verdict = "met"
+            cost -= saved * pair.wait_seconds
+        costs.append((cost, pair))
+    return costs, verdict
 
 
 def _weight_of_waiting(ttft_seconds: float | None) -> float:
@@ -56,13 +64,12 @@ def _weight_of_waiting(ttft_seconds: float | None) -> float:
     return INTERACTIVE_SECONDS / ttft_seconds
 
 
-def _meets(pair: Priced, ttft_seconds: float | None, tpot_seconds: float | None) -> bool:
-    return (ttft_seconds is None or pair.ttft_seconds <= TTFT_MARGIN * ttft_seconds) and (
-        tpot_seconds is None or pair.tpot_seconds <= tpot_seconds
-    )
-
-
-def _hurt(pair: Priced, ttft_seconds: float | None, tpot_seconds: float | None, output_tokens: int) -> float:
-    late = 0.0 if ttft_seconds is None else max(pair.ttft_seconds - TTFT_MARGIN * ttft_seconds, 0.0)
-    slow = 0.0 if tpot_seconds is None else max(pair.tpot_seconds - tpot_seconds, 0.0) * output_tokens
-    return late + slow + pair.stall_seconds
+def _missed(pair: Priced, ttft_seconds: float | None, tpot_seconds: float | None) -> float:
+    """How much of a miss the request's own targets are: from 0, surely met, to 1."""
+    if tpot_seconds is not None and pair.tpot_seconds > tpot_seconds:
+        return 1.0
+    if ttft_seconds is None:
+        return 0.0
+    if pair.ttft_seconds >= ttft_seconds:
+        return 1.0
+    return max((pair.ttft_seconds / ttft_seconds - TTFT_SAFE) / (1 - TTFT_SAFE), 0.0)

@@ -11,7 +11,7 @@ from headrace.costmodel import CostModel
 from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
 from router.decisions.costs import Costs, is_idle
 from router.decisions.health import Health
-from router.decisions.ledger import NOTHING, Ledger, plus
+from router.decisions.ledger import NOTHING, NOTHING_BESIDE, Beside, Ledger, plus
 from router.decisions.told import Told, ToldLoads
 
 
@@ -64,6 +64,7 @@ class WorkerView:
     draining: bool = False
     ejected_until: float = 0.0
     unlinked: Mapping[str, float] | None = None
+    beside: Beside = NOTHING_BESIDE
     worker_id: str = field(init=False, repr=False, compare=False)
     prefills: bool = field(init=False, repr=False, compare=False)
     decodes: bool = field(init=False, repr=False, compare=False)
@@ -222,14 +223,14 @@ def worker_view(
 ) -> WorkerView:
     """A worker that has not reported yet is taken to be empty but for what this router and those that tell it placed
     there."""
-    own = ledger.own(info.worker_id)
+    own, beside = ledger.own(info.worker_id), ledger.beside(info.worker_id)
     if told is not None and (others := told.of(info.worker_id)) is not NOTHING:
         own = plus(own, others)
     cost = costs.of(info, report.cost, own, report.total) if report is not None else costs.of(info, info.cost, own)
     ejected_until, unlinked = health.ejected_until(info.worker_id), health.unlinked(info.worker_id)
     if report is None:
         free_blocks = info.capacity.num_blocks
-        return WorkerView(info, info.role, own, cost, free_blocks, False, ejected_until, unlinked)
+        return WorkerView(info, info.role, own, cost, free_blocks, False, ejected_until, unlinked, beside)
     return WorkerView(
         info,
         report.role,
@@ -239,4 +240,5 @@ def worker_view(
         report.draining,
         ejected_until,
         unlinked,
+        beside,
     )

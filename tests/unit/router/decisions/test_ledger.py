@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.values import Load
-from router.decisions.ledger import Ledger
+from router.decisions.ledger import LIFE_TOKENS, Beside, Ledger
 
 
 def test_a_pair_weighs_on_both_workers_until_the_first_token_and_then_on_decode_alone() -> None:
@@ -44,6 +44,21 @@ def test_growth_of_what_is_unknown_or_waits_counts_nothing() -> None:
     ledger.open("r", decode="d", prefill=None, num_prompt_tokens=10, prefill_tokens=10, n=1)
     ledger.grew("r", 5)
     assert ledger.own("d").context_tokens == 0
+
+
+def test_what_is_computed_beside_streams_is_what_comes_in_a_mean_life() -> None:
+    ledger = Ledger()
+    for number, prefill in enumerate(("p", None, None)):
+        ledger.open(f"{number}", decode="d", prefill=prefill, num_prompt_tokens=90, prefill_tokens=60, n=1)
+        assert ledger.beside("d") == Beside(), "what waits has met nobody yet"
+    for number in range(3):
+        ledger.first_token(f"{number}")
+    assert ledger.beside("d") == Beside(120 / LIFE_TOKENS / 3, LIFE_TOKENS)
+    ledger.grew("1", 600)
+    assert ledger.beside("d") == Beside(120 / 200 / 3, 200.0), "they turned out longer"
+    ledger.close("1")
+    ledger.close("2")
+    assert ledger.beside("d") == Beside()
 
 
 STEPS = st.tuples(st.integers(0, 5), st.sampled_from(["open", "first", "grew", "close"]), st.sampled_from("ab"))
