@@ -9,8 +9,9 @@ each. Without --deployments: every split of the GPUs, and one pool in every chun
 rising ones around the trace's knee, until every SLO has lost goodput twice. Lengths and the shape of arrivals are the
 trace's, its rate is scaled; every prompt is computed (no prefix is shared); prompts beyond the served context are left out
 and counted. Placed on the worker with the least to do, by prompt tokens that wait and, where decoding, by requests that
-run. Every run is kept in --state and not made again, so that a call may end by --seconds and another go on; SLOs are judged
-afterwards, from all runs there are.
+run; `1P1D+tight/256`: by production's placement, which knows the targets of that SLO (none: `1P1D+`), decode in chunks
+of at most 256. Every run is kept in --state and not made again, so that a call may end by --seconds and another go on;
+SLOs are judged afterwards, from all runs there are.
 
 goodput_TRACE_SLO_ratio     best goodput per GPU of two pools over the tuned single pool's (loadtests.judged has the SLOs)
 crossover_TRACE_ms          the largest TPOT target at which two pools are better by a twentieth, with the tight TTFT
@@ -20,11 +21,9 @@ import argparse
 import asyncio
 import json
 import pathlib
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -32,66 +31,19 @@ from typing import Any
 import uvloop
 
 from headrace.traces import Prompts, TraceRow, read, within
-from headrace.values import PrefillTarget, SamplingParams
+from headrace.values import PrefillTarget
 from loadtests.bench_pair import FULL, TINY, make_model, worker
 from loadtests.disagg_plan import Deployment, deployments_of, is_spent, rates_of
-from loadtests.judged import SLOS, TIGHT_TTFT_SECONDS, Point, by_tpot, crossover_ms, verdicts
-from loadtests.open_loop.answers import Answer, Ask, Outcome, asks
-from loadtests.open_loop.client import Call, Served
+from loadtests.disagg_pools import Place, PlacedPools, Pools
+from loadtests.judged import SLOS, TIGHT_TTFT_SECONDS, Point, by_tpot, crossover_ms, slo_of, verdicts
+from loadtests.open_loop.answers import Answer, Outcome, asks
 from loadtests.open_loop.loop import run
 from loadtests.open_loop.strain import strains
 from loadtests.report import Report, Row, add_arguments, cpu
-from loadtests.worker_session import Session, open_session
+from loadtests.worker_session import open_session
+from router.decisions.tenants import Targets
 
 WARMUP_FRACTION = 0.2
-
-
-@dataclass
-class Place:
-    """One worker, and what is on its way there: this process alone sends to it."""
-
-    session: Session
-    target: PrefillTarget
-    prompt_tokens: int = 0
-    running: int = 0
-
-
-@dataclass
-class Pools:
-    """An open loop's client. Owns what it knows of each worker's load."""
-
-    prefill: list[Place]
-    decode: list[Place]
-    most_context: int
-    names: "list[int]" = field(default_factory=lambda: [0])
-
-    async def served(self) -> Served:
-        return Served("random", self.most_context)
-
-    def prepare(self, ask: Ask) -> Call:
-        return partial(self._answer, ask)
-
-    async def _answer(self, ask: Ask, answer: Answer) -> None:
-        decode = min(self.decode, key=lambda place: (place.prompt_tokens, place.running))
-        prefill = min(self.prefill, key=lambda place: place.prompt_tokens, default=None)
-        computes, count = prefill or decode, len(ask.prompt)
-        self.names[0] += 1
-        sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
-        began = monotonic() - answer.now()
-        target = None if prefill is None else prefill.target
-        computes.prompt_tokens += count
-        decode.running += 1
-        try:
-            heard = decode.session.ask(f"d{self.names[0]}", ask.prompt, sampling, target)
-            try:
-                await heard.reach(1)
-            finally:
-                computes.prompt_tokens -= count
-            await heard.end()
-        finally:
-            decode.running -= 1
-        answer.times = array("d", [at - began for at in heard.at])
-        answer.count(count, len(heard.at), 0)
 
 
 def rows_at(rows: Sequence[TraceRow], rate: float, seconds: float) -> list[TraceRow]:
@@ -116,21 +68,29 @@ async def deployed(
     model = make_model(shape)
     roles = ["prefill"] * deployment.num_prefill
     roles += ["decode" if deployment.num_prefill else "unified"] * deployment.num_decode
-    engine = {**engine, "max_step_tokens": deployment.chunk}
+    chunks = [deployment.chunk] * deployment.num_prefill + [deployment.decode_chunk] * deployment.num_decode
     async with AsyncExitStack() as stack:
         started = await asyncio.gather(
             *(
                 stack.enter_async_context(
-                    worker(f"{role}{number}", role, model, engine, str(number) if on_gpus else None)
+                    worker(
+                        f"{role}{number}",
+                        role,
+                        model,
+                        {**engine, "max_step_tokens": chunk},
+                        str(number) if on_gpus else None,
+                    )
                 )
-                for number, role in enumerate(roles)
+                for number, (role, chunk) in enumerate(zip(roles, chunks, strict=True))
             )
         )
         places = []
         for number, (role, (address, _)) in enumerate(zip(roles, started, strict=True)):
             session = await stack.enter_async_context(open_session(address, "bench"))
+            await session.greeted()
             places.append(Place(session, PrefillTarget(f"{role}{number}", 1, address)))
-        yield Pools(
+        pools = PlacedPools if deployment.placed else Pools
+        yield pools(
             places[: deployment.num_prefill], places[deployment.num_prefill :], int(engine["max_context_tokens"])
         )
 
@@ -180,6 +140,9 @@ class Bench:
 
     async def _point(self, pools: Pools, deployment: Deployment, name: str, rate: float) -> None:
         rows, too_long = self.traces[name]
+        if isinstance(pools, PlacedPools) and deployment.targets:
+            slo, _ = slo_of(deployment.targets, name)
+            pools.targets = Targets(slo.ttft_seconds, slo.tpot_seconds)
         chosen = rows_at(rows, rate, self.seconds)
         heard = await run(asks(chosen, Prompts(int(self.shape["vocab_size"]))), pools)
         warm_up = heard.seconds * WARMUP_FRACTION
@@ -277,7 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--traces", nargs="+", metavar="NAME=FILE", help="such as azure=FILE.csv mooncake=FILE.jsonl")
     parser.add_argument("--gpus", type=int, default=2, help="that the deployments share, where none are named")
-    parser.add_argument("--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D|1P1D:4096")
+    parser.add_argument("--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D|1P1D+tight/256:2048")
     parser.add_argument("--rates", nargs="+", type=float, help="requests a second, all GPUs")
     parser.add_argument("--run-seconds", type=float, default=20.0, help="of traffic, each run")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins later")

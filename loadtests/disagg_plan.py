@@ -13,7 +13,7 @@ from loadtests.judged import SLOS, Point
 
 SPLIT_CHUNK = 2048
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
-DEPLOYMENT = re.compile(r"(?:(\d+)U:(\d+)|(\d+)P(\d+)D(?::(\d+))?)")
+DEPLOYMENT = re.compile(r"(?:(\d+)U|(\d+)P(\d+)D)(\+([a-z]*)(?:/(\d+))?)?(?::(\d+))?")
 # Of what the GPUs could prefill if they did nothing else: the knees of both given traces lie between 0.3 and 0.6.
 PREFILL_TOKENS_PER_SECOND = 40_000
 FRACTIONS = (0.2, 0.28, 0.34, 0.4, 0.46, 0.52, 0.6)
@@ -21,22 +21,31 @@ FRACTIONS = (0.2, 0.28, 0.34, 0.4, 0.46, 0.52, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """`num_prefill` 0: all workers do both."""
+    """`num_prefill` 0: all workers do both. `placed`: by production's placement, which knows the targets of the SLO
+    `targets`, where it is one's name; decode workers' steps are then of at most `decode_chunk`."""
 
     name: str
     num_prefill: int
     num_decode: int
     chunk: int
+    decode_chunk: int
+    placed: bool = False
+    targets: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "Deployment":
         match = DEPLOYMENT.fullmatch(text)
         if match is None:
-            raise argparse.ArgumentTypeError(f"a deployment must be like 2U:512, 1P1D or 1P1D:4096, got {text}")
-        both, chunk, prefill, decode, split_chunk = match.groups()
-        if both:
-            return cls(f"{both}U", 0, int(both), int(chunk))
-        return cls(f"{prefill}P{decode}D", int(prefill), int(decode), int(split_chunk or SPLIT_CHUNK))
+            raise argparse.ArgumentTypeError(
+                f"a deployment must be like 2U:512, 1P1D:4096 or 1P1D+tight/256, got {text}"
+            )
+        both, prefill, decode, placed, targets, decode_chunk, given = match.groups()
+        if (both and (not given or decode_chunk)) or (targets and targets not in SLOS):
+            raise argparse.ArgumentTypeError(f"{text}: chunks after a colon, and after a plus one of {', '.join(SLOS)}")
+        chunk = int(given or SPLIT_CHUNK)
+        counts = (0, int(both)) if both else (int(prefill), int(decode))
+        name = text.split(":")[0]
+        return cls(name, *counts, chunk, int(decode_chunk or chunk), placed is not None, targets or "")
 
     @property
     def num_gpus(self) -> int:

@@ -42,7 +42,7 @@ class Point:
 
     @property
     def aggregated(self) -> bool:
-        return self.deployment.endswith("U")
+        return "U" in self.deployment
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Point":

@@ -1,7 +1,7 @@
 """A router's end of one Worker.Session, as benchmarks of workers need it: asks, and keeps when each token came."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +13,16 @@ import grpc
 from headrace import wire
 from headrace.errors import HeadraceError, TransferFailed
 from headrace.v1 import worker_pb2, worker_pb2_grpc
-from headrace.values import PROTOCOL_VERSION, PrefillTarget, Request, RequestKey, SamplingParams, Timeline
+from headrace.values import (
+    PROTOCOL_VERSION,
+    LoadReport,
+    PrefillTarget,
+    Request,
+    RequestKey,
+    SamplingParams,
+    Timeline,
+    WorkerInfo,
+)
 
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 * 2**20))
 
@@ -31,6 +40,7 @@ class Heard:
     error: HeadraceError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    every: tuple[int, Callable[[], object]] | None = None  # so many tokens, this is called
 
     @property
     def ttft_seconds(self) -> float:
@@ -60,6 +70,10 @@ class Session:
 
     def __init__(self, stub: Any, name: str) -> None:
         self._name = name
+        self.report: LoadReport | None = None
+        self.on_report: Callable[[], object] = lambda: None
+        self.info: WorkerInfo  # once greeted
+        self._hello = asyncio.Event()
         self._heard: dict[str, Heard] = {}
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._call = stub.Session(self._messages())
@@ -73,6 +87,10 @@ class Session:
         heard = self._heard[name] = Heard(request.key, monotonic())
         self._outbox.put_nowait(submit)
         return heard
+
+    async def greeted(self) -> None:
+        """Until the worker has said who it is."""
+        await self._hello.wait()
 
     def cancel(self, heard: Heard) -> None:
         self._outbox.put_nowait(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(key=wire.key_to_pb(heard.key))))
@@ -102,6 +120,12 @@ class Session:
                     heard = self._heard.get(pb.key.request_id)
                     if heard is not None:
                         self._add(heard, pb, now)
+            case "hello":
+                self.info = wire.worker_from_pb(message.hello)
+                self._hello.set()
+            case "load":
+                self.report = wire.report_from_pb(message.load)
+                self.on_report()
             case "rejected":
                 self._fail(self._heard.get(message.rejected.key.request_id), wire.error_from_pb(message.rejected.error))
             case "peer_lost":
@@ -111,7 +135,10 @@ class Session:
     def _add(self, heard: Heard, pb: worker_pb2.SequenceOutput, now: float) -> None:
         output = wire.output_from_pb(pb)
         heard.token_ids += output.token_ids
+        before = len(heard.at)
         heard.at += [now] * len(output.token_ids)
+        if heard.every is not None and len(heard.at) // heard.every[0] > before // heard.every[0]:
+            heard.every[1]()
         for logprobs in output.logprobs:
             (_, best), (_, second) = logprobs.top[:2]
             heard.margins.append(best - second)
