@@ -51,9 +51,9 @@ def keys(seeds_S: Tensor, sample_indices_S: Tensor, positions_S: Tensor) -> Keys
     return Keys(*placed(*seeded(seeds_S, sample_indices_S), positions_S))
 
 
-def seeded(seeds_S: Tensor, sample_indices_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of the keys that a sequence keeps."""
-    first_S, second_S = (torch.full_like(seeds_S, start) for start in STARTS)
+def seeded(seeds_S: Words, sample_indices_S: Words) -> tuple[Words, Words]:
+    """The part of the keys that a sequence keeps. For one, arrays take a fraction of the time of tensors."""
+    first_S, second_S = ((seeds_S & 0) + start for start in STARTS)
     for word_S in (seeds_S & MASK, (seeds_S >> 32) & MASK, sample_indices_S & MASK):
         first_S = mix(first_S ^ word_S)
         second_S = mix(second_S ^ word_S)

@@ -218,8 +218,8 @@ class _Numbers:
 
     def start(self, row: int, sampling: SamplingParams, sample_index: int) -> None:
         s, seed = sampling, as_int64(sampling.seed)
-        key = noise.seeded(torch.tensor([seed]), torch.tensor([sample_index]))
-        self._seeds[row], (self._first[row], self._second[row]) = seed, (word.item() for word in key)
+        key = noise.seeded(np.array([seed], dtype=np.int64), np.array([sample_index], dtype=np.int64))
+        self._seeds[row], (self._first[row], self._second[row]) = seed, (word[0] for word in key)
         self._floats[:, row] = 0.0 if s.greedy else max(s.temperature, LEAST_TEMPERATURE), s.min_p, s.top_p
         self._top_k[row] = s.top_k
         self._filtered[row] = not s.greedy and (s.top_p < 1 or bool(s.top_k) or bool(s.min_p))
@@ -229,8 +229,7 @@ class _Numbers:
         rows = np.array(rows_, dtype=np.int64)
         first, second = self._first[rows], self._second[rows]
         if not all(own_):
-            seeds, samples = torch.from_numpy(self._seeds[rows]), torch.tensor(samples_)
-            first, second = (word.numpy() for word in noise.seeded(seeds, samples))
+            first, second = noise.seeded(self._seeds[rows], np.array(samples_, dtype=np.int64))
         words = noise.placed(first, second, np.array(positions_, dtype=np.int64))
         # Each by itself, so that each begins aligned: kernels are compiled anew for addresses of another alignment.
         first_S, second_S, temperature_S, min_p_S, top_p_S, top_k_S = to_device(
