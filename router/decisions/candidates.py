@@ -171,20 +171,27 @@ def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
 def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
     """The wait for room and an expected output at the predicted TPOT: of a Candidate, without making one."""
     n, num_tokens = ask.n, ask.num_prompt_tokens
+    output = EXPECTED_OUTPUT_TOKENS
     if n == 1:  # tpot_seconds(), without a call for every worker
-        tpots = [worker.step_seconds + worker.context_seconds * num_tokens for worker in workers]
+        prices = [output * (worker.step_seconds + worker.context_seconds * num_tokens) for worker in workers]
     else:
-        tpots = [worker.tpot_seconds(n, num_tokens) for worker in workers]
-    prices = [EXPECTED_OUTPUT_TOKENS * tpot for tpot in tpots]
+        prices = [output * worker.tpot_seconds(n, num_tokens) for worker in workers]
     full = [at for at, worker in enumerate(workers) if n > worker.free_slots or num_tokens > worker.free_tokens]
     for at in full:
-        prices[at] += _room_seconds(ask, workers[at], tpots[at])
+        prices[at] += _room_seconds(ask, workers[at], prices[at] / output)
     return prices
 
 
 def prefill_prices(ask: Ask, workers: list[WorkerView], held: list[int], most: int) -> list[float]:
     """The queue, the uncached part, and the stall of those who wait."""
     num_tokens = ask.num_prompt_tokens
+    if not most:  # nobody holds anything: as below, in half the time
+        half = num_tokens / 2
+        return [
+            worker.begin_seconds
+            + num_tokens * (worker.cost.prefill_token_seconds + worker.cost.prefill_token_context_seconds * half)
+            for worker in workers
+        ]
     least = num_tokens - most
     least_mean = most + least / 2
     prices: list[float] = []
