@@ -41,7 +41,9 @@ class Deployment:
             )
         both, prefill, decode, placed, targets, decode_chunk, given = match.groups()
         if (both and (not given or decode_chunk)) or (targets and targets not in SLOS):
-            raise argparse.ArgumentTypeError(f"{text}: chunks after a colon, and after a plus one of {', '.join(SLOS)}")
+            raise argparse.ArgumentTypeError(
+                f"got {text}: chunks after a colon, and after a plus one of {', '.join(SLOS)}"
+            )
         chunk = int(given or SPLIT_CHUNK)
         counts = (0, int(both)) if both else (int(prefill), int(decode))
         name = text.split(":")[0]

@@ -8,11 +8,17 @@ from loadtests.judged import Point
 
 
 def test_a_deployment_is_read_as_it_is_written() -> None:
-    assert Deployment.parse("2U:512") == Deployment("2U", 0, 2, 512)
-    assert Deployment.parse("3P1D") == Deployment("3P1D", 3, 1, 2048)
-    assert Deployment.parse("1P1D:4096") == Deployment("1P1D", 1, 1, 4096)
+    assert Deployment.parse("2U:512") == Deployment("2U", 0, 2, 512, 512)
+    assert Deployment.parse("3P1D") == Deployment("3P1D", 3, 1, 2048, 2048)
+    assert Deployment.parse("1P1D:4096") == Deployment("1P1D", 1, 1, 4096, 4096)
+    assert Deployment.parse("1P1D+") == Deployment("1P1D+", 1, 1, 2048, 2048, placed=True)
+    assert Deployment.parse("1P1D+tight/256:1024") == Deployment("1P1D+tight/256", 1, 1, 1024, 256, True, "tight")
+    assert Deployment.parse("2U+code:256") == Deployment("2U+code", 0, 2, 256, 256, True, "code")
     with pytest.raises(argparse.ArgumentTypeError, match="got 2U"):
         Deployment.parse("2U")
+    for unknown in ("1P1D+soon", "2U+/64:256", "1P1D/256", "1P1D:"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            Deployment.parse(unknown)
 
 
 def test_four_gpus_are_split_in_every_way_and_one_pool_of_them_is_tuned() -> None:
