@@ -29,15 +29,17 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the cluster is held to."""
+    """What the cluster is held to. `from_zero`: requests wait for workers where there are none."""
 
     classes: Mapping[str, ServiceClassConfig] = field(default_factory=dict)
     max_backlog_seconds: float = 2.0
     objective: float = OBJECTIVE
+    from_zero: bool = False
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "Rules":
-        return cls(dict(config.service_classes), config.admission.prefill_backlog_seconds)
+        backlog_seconds = config.admission.prefill_backlog_seconds
+        return cls(dict(config.service_classes), backlog_seconds, from_zero=config.starts_from_zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def judge(
 ) -> Verdict:
     if sources.redis_seconds is None:
         return Verdict(Level.UNKNOWN, "Nothing is known yet", (Line(Level.UNKNOWN, sources.redis_why, "sources"),))
-    lines = [*_sources(sources), *_workers(pools), *_pressure(pools), *more]
+    lines = [*_sources(sources), *_workers(pools, rules), *_pressure(pools), *more]
     targets, title = _targets(rules, minute, window)
     lines = sorted([*targets, *lines], key=lambda line: -_RANK[line.level])
     level = max((line.level for line in lines), key=_RANK.__getitem__, default=Level.OK)
@@ -127,7 +129,7 @@ def _missed(name: str, counts: ClassCounts, part: float, ended: int, span: str) 
     return f"{who}{_percent(part)} of {ended:,} requests met their targets in {span} (missed: {worst})"
 
 
-def _workers(pools: Sequence[Pool]) -> list[Line]:
+def _workers(pools: Sequence[Pool], rules: Rules) -> list[Line]:
     lines = []
     for pool in pools:
         if pool.num_missing:
@@ -135,7 +137,9 @@ def _workers(pools: Sequence[Pool]) -> list[Line]:
             lines.append(Line(level, f"{pool.name} has {pool.num_ready} of {pool.desired} workers ready", "pools"))
         if pool.num_silent:
             lines.append(Line(Level.WARN, f"{pool.name}: {pool.num_silent} ready workers do not answer", "workers"))
-    if pools and not any(pool.decodes and pool.num_ready for pool in pools):
+    if pools and rules.from_zero and all(pool.desired == 0 and not pool.num_ready for pool in pools):
+        lines.append(Line(Level.IDLE, "all pools are at zero: a request waits for the workers that it starts", "pools"))
+    elif pools and not any(pool.decodes and pool.num_ready for pool in pools):
         lines.append(Line(Level.BAD, "no worker that decodes is ready: nothing is served", "pools"))
     return lines
 

@@ -1,5 +1,7 @@
 """What is said first, and that it is said with its numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.console.pools import Seen, pools_of, ranks_of
@@ -75,6 +77,19 @@ def test_workers_that_are_missing_or_silent_are_counted_and_a_pool_without_any_i
     verdict = said(CALM[0], met=100)
     assert verdict.level is Level.BAD
     assert "no worker that decodes is ready: nothing is served" in {line.text for line in verdict.lines}
+
+
+def test_case_a_cluster_that_was_scaled_to_zero_is_no_alarm() -> None:
+    """It was: `nothing is served`, in red, every quiet night."""
+    pools = pools_of((), {"prefill": 0, "decode": 0}, 2.0)
+    verdict = judge(replace(CHAT, from_zero=True), FINE, pools, growth(), growth(300.0))
+    assert (verdict.level, verdict.title) == (
+        Level.IDLE,
+        "all pools are at zero: a request waits for the workers that it starts",
+    )
+    assert judge(CHAT, FINE, pools, growth(), growth(300.0)).level is Level.BAD, "here a request is refused"
+    starting = pools_of((worker("decode-0", phase="starting"),), {"prefill": 0, "decode": 1}, 2.0)
+    assert judge(replace(CHAT, from_zero=True), FINE, starting, growth(), growth(300.0)).level is Level.BAD
 
 
 @pytest.mark.parametrize(
