@@ -19,7 +19,7 @@ from workers.scheduling.outcomes import FirstToken
 from workers.scheduling.plan import StepPlan, StepResult
 from workers.scheduling.scheduler import Scheduler, SchedulerLimits
 
-NUM_SEQUENCES, NUM_STEPS = 8, 1500
+NUM_SEQUENCES, NUM_STEPS = 8, 1000
 SETTLED_STEPS = 300  # from then on it counts
 LIMITS = SchedulerLimits(NUM_SEQUENCES + 4, 64, 4096, 64, pin_seconds=10.0)
 

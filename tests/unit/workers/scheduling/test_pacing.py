@@ -96,7 +96,7 @@ def test_launching_late_leaves_the_device_idle_for_no_time_to_speak_of_whatever_
 
     late = run(True, Machine(step, host))
     assert late.idle_fraction < 0.01
-    assert p99(late.waits(draw)) < 1.75
+    assert p99(late.waits(draw)) < 1.85  # of steps whose mean is three quarters of the longer ones, where they shorten
 
 
 @pytest.mark.parametrize(
