@@ -23,6 +23,7 @@ class ClassCounts:
     failed: int = 0
 
 
+MOST_COUNTED = 2**53
 BUCKETS_PER_OCTAVE = 16
 LEAST_SECONDS = 1e-4
 MOST_BUCKET = 24 * BUCKETS_PER_OCTAVE
@@ -126,6 +127,8 @@ def decode_counts(data: Any) -> RevisionCounts:
     counted = [*numbers, *(one for its in latencies for pair in its.items() for one in pair)]
     if len(numbers) != len(_NUMBERS) or not all(_is(one, (int,)) for one in counted):
         raise ValueError("no counts of a revision")
+    if any(bucket > MOST_BUCKET for its in latencies for bucket in its):
+        raise ValueError(f"latencies are counted in buckets up to {MOST_BUCKET}")
     return RevisionCounts(*numbers, *latencies)
 
 
@@ -151,10 +154,10 @@ def decode_report(raw: bytes | str) -> RouterReport | None:
 
 
 def _is(value: object, kinds: tuple[type, ...]) -> bool:
-    """A bool is no number here, and a number is finite and not negative."""
+    """A bool is no number here, and a number is not negative, and one that a counter may reach."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         return False
-    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
+    return not isinstance(value, int | float) or 0 <= value < MOST_COUNTED
 
 
 _TYPES: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}

@@ -42,9 +42,14 @@ def test_a_report_is_read_as_it_was_written(report: RouterReport) -> None:
         {"oldest_queued_seconds": float("nan")},
         {"seconds": float("inf")},
         {"arrivals": -1},
+        {"arrivals": 10**400},
+        {"queued": 2**53},
+        {"revisions": {"v2": [1, 0, 1, 1, 0, 1, [[385, 1]], []]}},
+        {"revisions": {"v2": [10**400, 0, 1, 1, 0, 1, [], []]}},
     ],
 )
 def test_what_is_no_report_of_this_version_is_none(change: dict[str, object]) -> None:
+    """A number too large for arithmetic ended each turn of the autoscaler and of the canary, and each look of a console."""
     whole = json.loads(encode_report(RouterReport("r", "127.0.0.1:8000", 1.0)))
     assert decode_report(json.dumps(whole)) is not None
     assert decode_report(json.dumps({**whole, **change})) is None
