@@ -23,7 +23,7 @@ class ClassCounts:
     failed: int = 0
 
 
-MOST_COUNTED = 2**53
+MOST_COUNTED = 2**53  # beyond that a float, which JSON readers may make of it, counts no more
 BUCKETS_PER_OCTAVE = 16
 LEAST_SECONDS = 1e-4
 MOST_BUCKET = 24 * BUCKETS_PER_OCTAVE
@@ -157,7 +157,7 @@ def _is(value: object, kinds: tuple[type, ...]) -> bool:
     """A bool is no number here, and a number is not negative, and one that a counter may reach."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         return False
-    return not isinstance(value, int | float) or 0 <= value < MOST_COUNTED
+    return not isinstance(value, int | float) or 0 <= value <= MOST_COUNTED
 
 
 _TYPES: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}

@@ -43,7 +43,7 @@ def test_a_report_is_read_as_it_was_written(report: RouterReport) -> None:
         {"seconds": float("inf")},
         {"arrivals": -1},
         {"arrivals": 10**400},
-        {"queued": 2**53},
+        {"queued": 2**53 + 1},
         {"revisions": {"v2": [1, 0, 1, 1, 0, 1, [[385, 1]], []]}},
         {"revisions": {"v2": [10**400, 0, 1, 1, 0, 1, [], []]}},
     ],
