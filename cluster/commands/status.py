@@ -95,7 +95,8 @@ async def _follow_lines(session: Session) -> None:
 
 
 def _say(snapshot: Snapshot) -> None:
-    click.echo(json.dumps(asdict(replace(snapshot, session=snapshot.session.shown()))))
+    # What is a set, as a list in order: JSON has none.
+    click.echo(json.dumps(asdict(replace(snapshot, session=snapshot.session.shown())), default=sorted))
 
 
 def _render(snapshot: Snapshot) -> RenderableType:

@@ -1,6 +1,7 @@
 """What `headrace status` knows when things are not as they should be."""
 
 import io
+import json
 import pathlib
 import uuid
 from collections.abc import AsyncIterator
@@ -14,11 +15,13 @@ from cluster.commands.up import say_ready
 from cluster.session import Session
 from cluster.snapshot import Snapshot, WorkerStatus, take
 from cluster.state import ControlState, ObservedState, WorkerRecord
+from cluster.worker_client import WorkerReport
 from headrace.config import ClusterConfig, PoolConfig
 from headrace.errors import ConfigError
 from headrace.keys import Keys
 from headrace.leases import lease_fields
 from headrace.store import connect
+from headrace.values import BlockCounts, Load
 from router.decisions.self_check import Outcome, Reason, Result, Verdict, encode_result
 from tests.null_worker import worker_info
 
@@ -145,3 +148,13 @@ def test_what_is_printed_as_json_holds_no_password_of_redis(capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "s3cret" not in out
     assert out.count('"redis_url": "redis://r:6379/0"') == 2
+
+
+def test_all_that_a_worker_says_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its routers are a set, which ended `status --json` of every cluster that served."""
+    counts = (1, 0, 0, 0)  # steps, preemptions, hand-offs in and out
+    report = WorkerReport("decode-0", 2, "decode", "tiny", BlockCounts(), Load(), False, *counts)
+    report = replace(report, routers=frozenset({"router-b", "router-a"}))
+    _say(Snapshot(SESSION, {"decode": 1}, (WorkerStatus(STARTING, report),)))
+    (worker,) = json.loads(capsys.readouterr().out)["workers"]
+    assert worker["report"]["routers"] == ["router-a", "router-b"]
