@@ -78,12 +78,33 @@ def serving_pools(plan: Plan, role: Role) -> Iterable[str]:
 
 def grow(plan: Plan, found: Needs, spare: Callable[[Role], float]) -> None:
     """Meets what is needed, as far as it can be. `spare(role)`: what the role must keep when it lends."""
+    _share_out(plan, found)
     for role in sorted((Role.PREFILL, Role.DECODE, Role.UNIFIED), key=lambda role: _relative(plan, found, role)):
         short = reference(plan.inputs, role) is not None
         while short and plan.supply(role) < found.of(role) - EPSILON:
             short = any(step() for step in _in_order(plan, role, found, spare))
         if reference(plan.inputs, role) is not None and plan.supply(role) < found.of(role) - EPSILON:
             _note_short(plan, role, found)
+
+
+def _share_out(plan: Plan, found: Needs) -> None:
+    """Where the budget has too little for two roles that are short, each gets its part of what there is: prompts that are
+    computed at once by who had all of it wait for those that decode."""
+    budget = plan.inputs.rules.budget_gpus
+    if budget is None:
+        return
+    free, missing = budget - plan.committed_gpus, dict[Role, float]()
+    for role in (Role.PREFILL, Role.DECODE):
+        name = reference(plan.inputs, role)
+        if name is not None and (short := found.of(role) - plan.supply(role)) > EPSILON:
+            missing[role] = short * plan.bounds[name].gpus
+    if len(missing) < 2 or sum(missing.values()) <= free:
+        return
+    for role, gpus in missing.items():
+        name = reference(plan.inputs, role)
+        part = int(free * gpus / sum(missing.values()) / plan.bounds[name].gpus) if name is not None else 0
+        if part > 0:
+            _add(plan, role, found, most=part)
 
 
 def _in_order(
@@ -126,8 +147,8 @@ def _flip(plan: Plan, role: Role, spare: Callable[[Role], float]) -> bool:
     return False
 
 
-def _add(plan: Plan, role: Role, found: Needs) -> bool:
-    """As many workers as are missing, to the pool that gives the most for a GPU."""
+def _add(plan: Plan, role: Role, found: Needs, most: int | None = None) -> bool:
+    """As many workers as are missing (at most `most`), to the pool that gives the most for a GPU."""
     pools = sorted(serving_pools(plan, role), key=lambda name: plan.bounds[name].gpus / weight(plan.inputs, name, role))
     for name in pools:
         room = _room(plan, name)
@@ -135,6 +156,7 @@ def _add(plan: Plan, role: Role, found: Needs) -> bool:
             continue
         missing = (found.of(role) - plan.supply(role)) / weight(plan.inputs, name, role)
         number = min(room, max(int(missing - EPSILON) + 1, 1))
+        number = number if most is None else min(number, most)
         size = plan.sizes[name]
         plan.sizes[name] = Size(size.replicas + number, size.lent)
         plan.steps.append(f"{name}: {number} more, {size.replicas + number} in all")

@@ -228,6 +228,15 @@ def test_standbys_are_kept_beyond_what_is_needed_and_are_the_first_to_flip() -> 
     assert decision.pools["decode"].lent > 0
 
 
+def test_case_a_budget_that_is_too_small_for_both_roles_is_shared_out() -> None:
+    """One was met in full and the other had what was left: ten that prefill for two that decode, of ten and six."""
+    world = World(rules(budget_gpus=12, least=1), {"decode": Size(2), "prefill": Size(3)})
+    needed = world.turn(traffic(200.0)).needs
+    parts = [world.sizes[name].replicas / number for name, number in needed.workers.items()]
+    assert sum(size.replicas for size in world.sizes.values()) == 12
+    assert min(parts) > 0.65
+
+
 def test_external_sizes_are_advised_and_roles_flipped() -> None:
     world = World(rules(mode="external"), {"decode": Size(6), "prefill": Size(2)})
     world.settle(traffic(40.0, input_tokens=500.0), hours=0.2)
