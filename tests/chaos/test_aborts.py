@@ -9,9 +9,20 @@ import openai
 import pytest
 
 from headrace import metrics
-from tests.chaos.stage import CHUNK, ORDINARY, STORM_SECONDS, TRANSFER_SECONDS, Fault, Stage, prompt, text_of, until
+from tests.chaos.stage import (
+    CHUNK,
+    MARKS,
+    ORDINARY,
+    STORM_SECONDS,
+    TRANSFER_SECONDS,
+    Fault,
+    Stage,
+    prompt,
+    text_of,
+    until,
+)
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 
 
 class Watch:

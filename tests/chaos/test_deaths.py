@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace import metrics
-from tests.chaos.stage import SILENT_SECONDS, STALL_SECONDS, Fault, Stage, prompt, text_of, until
+from tests.chaos.stage import MARKS, SILENT_SECONDS, STALL_SECONDS, Fault, Stage, prompt, text_of, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 
 
 async def serving(address: str) -> bool:

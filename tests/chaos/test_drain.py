@@ -3,12 +3,10 @@
 import asyncio
 import signal
 
-import pytest
-
 from headrace import metrics
-from tests.chaos.stage import Fault, Stage, prefilled_by, text_of, until
+from tests.chaos.stage import MARKS, Fault, Stage, prefilled_by, text_of, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 
 
 async def test_case_60_a_prefill_worker_that_drains_stays_until_its_pins_are_pulled(stage: Stage) -> None:

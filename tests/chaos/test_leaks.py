@@ -4,12 +4,11 @@ import asyncio
 from contextlib import suppress
 
 import openai
-import pytest
 
 from headrace import metrics
-from tests.chaos.stage import Stage, num_fds, sdk_of, until
+from tests.chaos.stage import MARKS, Stage, num_fds, sdk_of, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 
 
 async def mixed(stage: Stage, count: int) -> None:

@@ -11,9 +11,9 @@ import pytest_asyncio
 
 from headrace import metrics
 from router.decisions.room import WORKER_BACKLOG
-from tests.chaos.stage import MAX_QUEUE, OPTIONS, ORDINARY, STORM_SECONDS, Fault, Stage, a_stage, sdk_of, until
+from tests.chaos.stage import MARKS, MAX_QUEUE, OPTIONS, ORDINARY, STORM_SECONDS, Fault, Stage, a_stage, sdk_of, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 
 
 async def test_case_14_who_waits_for_a_slot_is_not_dead(stage: Stage) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from headrace import metrics
 from headrace.keys import Keys
-from tests.chaos.stage import Stage, until
+from tests.chaos.stage import MARKS, Stage, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = MARKS
 KEYS = Keys("headrace")
 
 
