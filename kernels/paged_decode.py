@@ -5,6 +5,10 @@ the contexts are: the split of the KV is found on the device, so a captured grap
 one program holds whole goes straight to the output. Of a unit that several hold, each leaves a partial result, and the
 one that arrives last merges them in their order on the line.
 
+A launch may begin under the end of the kernel before it (kernels.early): which tiles a program has, and where they lie, was
+written long before, and the first of them may be fetched to the second-level cache, which is one for all, whoever writes
+the newest token meanwhile. Only q, K and V themselves are awaited.
+
 Shape suffixes as in kernels.ops; M rows of a query tile (G query heads of one KV head, padded to what the matrix unit
 takes), C tokens of a KV tile, I partial results merged at a time.
 """
@@ -18,12 +22,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.early import begins_early
 from kernels.ops import AttentionBatch
 from kernels.tuning import DecodeTile
 
 LOG2_E = 1.4426950408889634
 MATRIX_ROWS = 16
+MOST_ON_THEIR_WAY = 160 * 2**10  # bytes of K and V in shared memory
 ROWS_HELD = (16, 64, 256, 1024)  # each is a kernel to compile
 
 
@@ -56,10 +63,12 @@ def paged_decode(
     scratch: DecodeScratch,
     tile: DecodeTile,
 ) -> None:
-    """Writes out_RHE for the batch's first q_RHE.shape[0] rows; rows of context 0 are left alone."""
+    """Writes out_RHE for the batch's first q_RHE.shape[0] rows; rows of context 0 are left alone. The kernel just before
+    may write q and the pool, but no contexts and tables: they are read while it may still run."""
     num_rows, num_heads, head_dim = q_RHE.shape
     num_kv_heads, size = pool.shape[1], pool.shape[4]
-    _decode[(scratch.partial.shape[0] // 2,)](
+    early = tile.early and begins_early()
+    _decode[(_num_programs(scratch.partial.shape[0] // 2, num_rows * num_kv_heads, tile.merged),)](
         q_RHE,
         pool,
         batch.block_tables_RB,
@@ -87,9 +96,19 @@ def paged_decode(
         C=tile.tokens,
         I=tile.merged,
         ROWS=next((held for held in ROWS_HELD if held >= num_rows), triton.next_power_of_2(num_rows)),
+        EARLY=early,
+        FETCHED=tile.fetched if early else 0,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=min(tile.num_stages, 1 + MOST_ON_THEIR_WAY // (2 * tile.tokens * head_dim * pool.element_size())),
+        launch_pdl=early,
     )
+
+
+def _num_programs(most: int, num_units: int, merged: int) -> int:
+    """A few less, where equal units would have a few parts more than whole merges take: a pass over them for nothing."""
+    parts = most // num_units
+    over = parts % merged
+    return num_units * (parts - over) if merged < parts and 16 * over <= parts else most
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "least_tiles", "table_stride"])
@@ -121,7 +140,11 @@ def _decode(
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+    FETCHED: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     tiles_R = tl.cdiv(tl.load(CONTEXTS + rows, mask=rows < num_rows, other=0), C)
@@ -157,22 +180,35 @@ def _decode(
         first = tile - unit_start
         last = tl.minimum(stop - unit_start, unit_tiles)
 
+        layer_base = POOL + layer.to(tl.int64) * layer_stride + head.to(tl.int64) * head_stride
+        table = TABLES + row.to(tl.int64) * table_stride
+        # Block numbers are read a tile ahead: a load that waits for another one of its own turn would take half of the
+        # pipeline's stages, and so of what is on its way.
+        if C == S:  # a tile is a block: one number, and offsets that stay the same
+            block = tl.load(table + first)
+        else:
+            block_C = tl.load(table + (first * C + c) // S, mask=first * C + c < context, other=0)
+        for i in tl.static_range(FETCHED):
+            number = tl.load(table + tl.minimum(first * C // S + i, (context - 1) // S))
+            _fetch(layer_base + number.to(tl.int64) * block_stride, 2 * S * E)
+        if EARLY:
+            gdc_wait()
         q_ME = tl.load(
             Q + row.to(tl.int64) * q_stride + (head * G + m[:, None]) * E + e[None, :], mask=(m < G)[:, None], other=0.0
         )
-        layer_base = POOL + layer.to(tl.int64) * layer_stride + head.to(tl.int64) * head_stride
-        table = TABLES + row.to(tl.int64) * table_stride
         largest_M = tl.full([M], float("-inf"), tl.float32)
         weight_M = tl.zeros([M], tl.float32)
         sum_ME = tl.zeros([M, E], tl.float32)
         for start in range(first * C, last * C, C):
             inside = start + c < context
-            if C == S:  # a tile is a block: one number, and offsets that stay the same
-                block = tl.load(table + start // S).to(tl.int64)
-                where_CE = layer_base + block * block_stride + (c[:, None] * E + e[None, :])
+            if C == S:
+                where_CE = layer_base + block.to(tl.int64) * block_stride + (c[:, None] * E + e[None, :])
+                block = tl.load(table + start // S + 1, mask=start + C < context, other=0)
             else:
-                block_C = tl.load(table + (start + c) // S, mask=inside, other=0).to(tl.int64)
-                where_CE = layer_base + (block_C * block_stride + (start + c) % S * E)[:, None] + e[None, :]
+                where_CE = (
+                    layer_base + (block_C.to(tl.int64) * block_stride + (start + c) % S * E)[:, None] + e[None, :]
+                )
+                block_C = tl.load(table + (start + C + c) // S, mask=start + C + c < context, other=0)
             keys_CE = tl.load(where_CE, mask=inside[:, None], other=0.0)
             values_CE = tl.load(where_CE + S * E, mask=inside[:, None], other=0.0)
             scores_MC = tl.dot(q_ME, tl.trans(keys_CE), input_precision="ieee") * log2_scale
@@ -212,6 +248,23 @@ def _decode(
         if (last == unit_tiles) & (head == K - 1):
             row += 1
             row_start = tile
+    if EARLY:
+        gdc_wait()  # of those too that had nothing to do
+
+
+@triton.jit
+def _fetch(where, num_elements: tl.constexpr):
+    """To the second-level cache. One thread is enough."""
+    num_bytes: tl.constexpr = num_elements * where.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,n",
+        [where, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

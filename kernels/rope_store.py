@@ -10,7 +10,9 @@ carry v. F is E / 2, the pairs of a head.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from kernels.early import begins_early
 from kernels.ops import AttentionBatch
 from kernels.tuning import RopeTile
 
@@ -51,6 +53,7 @@ def rope_store(
         F=head_dim // 2,
         S=pool.shape[4],
         X=heads,
+        EARLY=begins_early(),
         num_warps=tile.num_warps,
     )
 
@@ -77,7 +80,10 @@ def _rope(
     F: tl.constexpr,
     S: tl.constexpr,
     X: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()  # attention finds its tiles meanwhile
     token = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     q_parts: tl.constexpr = (H + X - 1) // X

@@ -16,7 +16,9 @@ class DecodeTile:
     least_tiles: int  # fewest tiles worth a program of their own
     merged: int  # partial results that a merge reads at a time
     num_warps: int
-    num_stages: int
+    num_stages: int  # one more than tiles on their way
+    early: bool = False  # begins under the end of the kernel before it
+    fetched: int = 0  # blocks on their way to the second-level cache before q is awaited, where it does
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,43 +27,44 @@ from kernels.tuning import TUNED, DecodeTile, LongDecode, PrefillTile, RopeTile,
 from loadtests import bench_kernels as bench
 
 DECODE = [
-    DecodeTile(tokens, 1, 1, merged, warps, stages)
+    DecodeTile(tokens, 1, 1, merged, warps, stages, True)
     for tokens, merged, warps, stages in (
-        (32, 16, 4, 6),
-        (32, 32, 4, 6),
-        (32, 32, 4, 7),
-        (32, 8, 2, 4),
-        (32, 8, 2, 6),
-        (32, 16, 2, 6),
+        (32, 16, 4, 3),
+        (32, 32, 4, 3),
+        (32, 32, 4, 5),
+        (32, 8, 2, 2),
+        (32, 8, 2, 3),
+        (32, 16, 2, 3),
+        (32, 16, 2, 4),
+        (64, 16, 4, 2),
         (64, 16, 4, 3),
-        (64, 16, 4, 5),
-        (64, 32, 4, 5),
-        (64, 32, 4, 7),
-        (64, 16, 2, 5),
-        (128, 16, 4, 3),
-        (128, 32, 4, 3),
+        (64, 32, 4, 3),
+        (64, 32, 4, 4),
+        (64, 16, 2, 3),
+        (128, 16, 4, 2),
+        (128, 32, 4, 2),
     )
 ]
-# (tokens, programs a multiprocessor, parts merged at a time, warps, stages)
+# (tokens, programs a multiprocessor, parts merged at a time, warps, stages, blocks fetched ahead)
 FEW = [
-    DecodeTile(tokens, programs, 2, merged, warps, stages)
-    for tokens, programs, merged, warps, stages in (
-        (32, 2, 16, 2, 6),
-        (32, 2, 16, 2, 9),
-        (32, 2, 16, 2, 12),
-        (32, 2, 32, 4, 6),
-        (32, 2, 32, 4, 9),
-        (32, 2, 32, 4, 12),
-        (32, 3, 16, 2, 6),
-        (32, 3, 32, 4, 8),
-        (32, 1, 16, 4, 12),
-        (64, 2, 16, 4, 3),
-        (64, 2, 16, 4, 6),
-        (64, 2, 32, 4, 6),
-        (64, 1, 16, 4, 9),
-        (64, 1, 16, 8, 9),
-        (128, 1, 16, 4, 5),
-        (128, 1, 16, 8, 6),
+    DecodeTile(tokens, programs, 2, merged, warps, stages, True, fetched)
+    for tokens, programs, merged, warps, stages, fetched in (
+        (32, 2, 16, 2, 3, 0),
+        (32, 2, 16, 2, 6, 4),
+        (32, 2, 32, 4, 3, 0),
+        (32, 2, 32, 4, 4, 4),
+        (32, 2, 32, 4, 6, 0),
+        (32, 2, 32, 4, 6, 4),
+        (32, 2, 32, 4, 7, 4),
+        (32, 3, 16, 2, 3, 0),
+        (32, 3, 16, 2, 4, 2),
+        (32, 3, 32, 4, 4, 2),
+        (32, 1, 16, 4, 12, 4),
+        (64, 2, 16, 4, 3, 4),
+        (64, 2, 32, 4, 3, 4),
+        (64, 1, 16, 4, 5, 4),
+        (64, 1, 16, 8, 5, 4),
+        (128, 1, 16, 8, 3, 4),
     )
 ]
 GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4)]

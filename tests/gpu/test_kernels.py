@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from kernels.cuda import CudaOps
 from kernels.draws import CudaDraws
 from kernels.sample_floor import MOST_CANDIDATES
 from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
+from tests.unit.kernels.batches import paged_batch
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 CUDA = torch.device("cuda", 0)
@@ -31,6 +33,39 @@ def test_a_long_row_alone(context: int) -> None:
     long = tuning_of(CUDA).decode_long or LongDecode(8, 16384, DecodeTile(32, 2, 2, 32, 4, 6))
     checks.check_long_decode(context, long, CUDA, torch.bfloat16)
     checks.check_decode([context], 4, 8, 128, 32, 264, long.tile, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("contexts", [[700], [17000], [2049, 40, 33], [300] * 70], ids=["one", "long", "few", "many"])
+def test_decode_under_the_end_of_the_rotary_store(contexts: list[int]) -> None:
+    """Layers of both in a graph, where attention begins before q and the newest K and V are there: to the bit what they
+    give with nothing beside them."""
+    ops, generator = CudaOps(CUDA), torch.Generator().manual_seed(1)
+    num_blocks = sum(-(-context // 32) for context in contexts)
+    batch = checks.on(paged_batch([(1, context) for context in contexts], 32, num_blocks, generator), CUDA)
+    pool = torch.randn(num_blocks, 8, 4, 2, 32, 128, device=CUDA).bfloat16()
+    angles = torch.randn(max(contexts), 128, device=CUDA)
+    projection = torch.randn(len(contexts), 48, 128, dtype=torch.bfloat16, device=CUDA)
+    q, k, v = projection.split((32, 8, 8), 1)
+
+    def layers(alone: bool) -> list[torch.Tensor]:
+        outs = []
+        for layer in range(4):
+            rotated = ops.rope_store(q, k, v, angles, pool, layer, batch)
+            if alone:
+                torch.cuda.synchronize()
+            outs.append(ops.attention(rotated, pool, layer, batch, 0.1))
+            if alone:
+                torch.cuda.synchronize()
+        return outs
+
+    layers(alone=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = layers(alone=False)
+    for _ in range(5):
+        projection.normal_()
+        graph.replay()
+        assert all(map(torch.equal, together, layers(alone=True)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kernels.cuda import CudaOps, WholePrompt, whole_prompts
 from kernels.cuda_fixed import FixedCudaOps
 from kernels.dense_prefill import rounded
 from kernels.draws import CudaDraws
+from kernels.paged_decode import _num_programs
 from kernels.tuning import DecodeTile, LongDecode, PrefillTile, PullTile, RopeTile, RowTile, tuning_of
 from tests.unit.kernels import checks
 
@@ -42,6 +43,13 @@ def test_decode_shapes(
 
 def test_decode_merges_more_parts_than_fit_one_pass() -> None:
     checks.check_decode([16 * 40 + 3], 2, 1, 16, 16, 41, DecodeTile(16, 1, 1, 16, 4, 2), CPU, F32)
+
+
+def test_decode_of_one_part_more_than_whole_merges_takes_fewer_programs() -> None:
+    tile = DecodeTile(16, 1, 1, 16, 4, 2)
+    assert [_num_programs(programs, 8, 16) for programs in (128, 264, 272, 396)] == [128, 256, 256, 384]
+    assert [_num_programs(programs, 8, 16) for programs in (7, 120, 240)] == [7, 120, 240]
+    checks.check_decode([16 * 33 + 1], 2, 1, 16, 16, 33, tile, CPU, F32)
 
 
 def test_decode_of_padding_alone_writes_nothing() -> None:
