@@ -1,16 +1,18 @@
 """What one pool and two would do with traffic by the model, before a GPU has: runs as `loadtests.disagg` keeps them, of
 virtual workers behind production's placement.
 
-    python -m cluster.planning.foreseen --traces azure=FILE.csv --deployments 1P1D:2048 2U:256 --rates 30 36 42 --state RUNS
+    python -m cluster.planning.foreseen --traces azure=FILE.csv --deployments 1P1D:2048 1P1D+tight/256:2048 2U:256 \
+        --targets tight=1,0.012 --rates 30 36 42 --state RUNS
     python -m loadtests.disagg --judge "2 × H200 by the model" --state RUNS --out docs/benchmarks/disagg-sim-h200.json
 
-How well the model knows GPUs is in docs/planning.md. It has no gaps between tokens: `smooth` is judged without them.
+Deployments are named as there; placement is production's for all of them, and knows targets where an SLO is named. How well
+the model knows GPUs is in docs/planning.md. It has no gaps between tokens: `smooth` is judged without them.
 """
 
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.planning.measured import WARM_UP
@@ -19,17 +21,24 @@ from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.results import Tally
 from cluster.simulation.router import Served
 from headrace.traces import TraceRow, read, within
+from router.decisions.tenants import Targets
 
 CONTEXT = 32_768
 Answer = tuple[float, float | None, None]
 
 
-def fleet_of(name: str, chunk: int, card: str) -> Fleet:
-    """`2U`: of two workers that do both; `1P1D`: of one each."""
-    if name.endswith("U"):
-        return Fleet(cards.load(card), unified=int(name[:-1]), max_step_tokens=chunk)
-    prefill, decode = map(int, name[:-1].split("P"))
-    return Fleet(cards.load(card), prefill=prefill, decode=decode, max_step_tokens=chunk)
+def fleet_of(name: str, chunk: int, card: str, targets: Mapping[str, Targets]) -> Fleet:
+    """`2U`: of two workers that do both; `1P1D`: of one each; `1P1D+tight/256`: that know the targets of that name, and
+    decode in chunks of 256."""
+    pools, _, known = name.partition("+")
+    slo, _, decode_chunk = known.partition("/")
+    fleet = Fleet(cards.load(card), unified=1, max_step_tokens=chunk, decode_step_tokens=int(decode_chunk or chunk))
+    if slo:
+        fleet = replace(fleet, router=replace(fleet.router, targets=targets[slo]))
+    if pools.endswith("U"):
+        return replace(fleet, unified=int(pools[:-1]))
+    prefill, decode = map(int, pools[:-1].split("P"))
+    return replace(fleet, prefill=prefill, decode=decode, unified=0)
 
 
 def rows_at(rows: Sequence[TraceRow], rate: float, seconds: float) -> list[TraceRow]:
@@ -54,11 +63,18 @@ def _answer(one: Served) -> Answer | None:
     return round(one.first_token_at - one.arrived_at, 6), tpot, None
 
 
+def _targets(text: str) -> tuple[str, Targets]:
+    name, _, seconds = text.partition("=")
+    ttft, tpot = map(float, seconds.split(","))
+    return name, Targets(ttft, tpot)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--traces", nargs="+", metavar="NAME=FILE", required=True)
-    parser.add_argument("--deployments", nargs="+", metavar="2U:512|1P1D:2048", required=True)
+    parser.add_argument("--deployments", nargs="+", metavar="2U:512|1P1D+tight/256:2048", required=True)
     parser.add_argument("--rates", nargs="+", type=float, required=True, help="requests a second, all GPUs")
+    parser.add_argument("--targets", nargs="*", type=_targets, default=[], metavar="NAME=TTFT,TPOT", help="seconds")
     parser.add_argument("--card", default="h200", choices=cards.names())
     parser.add_argument("--run-seconds", type=float, default=20.0)
     parser.add_argument("--state", type=pathlib.Path, required=True, help="to which runs are added")
@@ -66,7 +82,7 @@ def main() -> None:
     for trace, path in (each.split("=", 1) for each in arguments.traces):
         rows, too_long = within(read(pathlib.Path(path)), CONTEXT)
         for name, chunk in (each.split(":") for each in arguments.deployments):
-            fleet = fleet_of(name, int(chunk), arguments.card)
+            fleet = fleet_of(name, int(chunk), arguments.card, dict(arguments.targets))
             for rate in arguments.rates:
                 chosen = rows_at(rows, rate, arguments.run_seconds)
                 found = answers(chosen, fleet)

@@ -29,8 +29,9 @@ EVENT_SECONDS = 2e-3
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """How many workers of which role, each on one card; those that prefill on `prefill_card`, where it is another. Limits
-    as in headrace.config; `message_seconds` from process to process, `event_seconds` from a worker through Redis to the
-    router's index; `graph_tokens` and `landing_seconds` as of workers.virtual.engine.Machine. Several `routers` take turns:
+    as in headrace.config, `decode_step_tokens` where those that decode have another than `max_step_tokens`;
+    `message_seconds` from process to process, `event_seconds` from a worker through Redis to the router's index;
+    `graph_tokens` and `landing_seconds` as of workers.virtual.engine.Machine. Several `routers` take turns:
     each knows of the others' requests what workers report, and, where they are `told`, of their placements, as late as of
     events.
     """
@@ -42,6 +43,7 @@ class Fleet:
     block_size: int = 32
     max_num_seqs: int = 256
     max_step_tokens: int = 8192
+    decode_step_tokens: int | None = None
     max_context_tokens: int = 131_072
     max_waiting: int = 256
     claim_fraction: float = 0.9
@@ -77,11 +79,14 @@ class Fleet:
     def card_of(self, role: Role) -> Card:
         return self.prefill_card or self.card if role is Role.PREFILL else self.card
 
+    def step_tokens(self, role: Role) -> int:
+        return self.decode_step_tokens or self.max_step_tokens if role is Role.DECODE else self.max_step_tokens
+
     def machine(self, role: Role) -> Machine:
         card = self.card_of(role)
         limits = SchedulerLimits(
             self.max_num_seqs,
-            self.max_step_tokens,
+            self.step_tokens(role),
             self.max_context_tokens,
             self.max_waiting,
             self.router.request_seconds,  # a pin is renewed while its puller lives, and here it does
@@ -107,7 +112,7 @@ class Fleet:
             card.block_bytes,
             self.max_num_seqs,
             self.max_context_tokens,
-            self.max_step_tokens,
+            self.step_tokens(role),
             VOCAB_SIZE,
         )
         same = Compatibility("8b", "virtual", "", "", "bfloat16", "bfloat16", block_size=self.block_size)
