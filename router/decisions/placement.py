@@ -274,7 +274,7 @@ def _alone(ask: Ask, decode: WorkerView, candidate: Candidate) -> Pair:
     wait = max(decode.queue_seconds, candidate.wait_seconds)
     cached, tpot, compute = candidate.cached_tokens, candidate.tpot_seconds, candidate.prefill_seconds
     stall, missed = compute * decode.load.num_running, 0.0
-    if ask.tpot_seconds is not None:
+    if ask.tpot_seconds is not None and not decode.prefills:  # of unified ones, one of them computes it in any case
         tpot = tpot_beside(decode, tpot)
         its = beside(decode, tpot, ask.num_prompt_tokens - cached, cached, ask.tpot_seconds)
         tpot, compute, missed = its.tpot_seconds, its.compute_seconds, its.num_missed
