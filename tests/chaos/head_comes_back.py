@@ -67,7 +67,8 @@ class Head:
 
     def __init__(self, pods: Pods) -> None:
         self._pods, self.gcs, self.client = pods, free_port(), free_port()
-        ports = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port")
+        agent = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port")
+        ports = (*agent, "runtime-env-agent-port")
         here = (f"--port={self.gcs}", f"--ray-client-server-port={self.client}", "--include-dashboard=false")
         self._options = (*here, "--num-cpus=0", *NODE[1:3], *(f"--{port}={free_port()}" for port in ports))
 
