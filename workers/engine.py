@@ -74,17 +74,16 @@ class Engine:
         ranges: Ranges = NO_RANGES,
         *,
         overlap: bool = True,
-        late_launch: bool = False,
         faults: Faults | None = None,
         graph_tokens: Sequence[int] = (),
     ) -> None:
-        """`late_launch`: not for several stages, which two steps in flight keep busy. `graph_tokens`: see StepFit."""
+        """`graph_tokens`: see StepFit."""
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.num_steps = 0
         self._overlap = overlap
-        self.pacing = Pacing() if late_launch else None
+        self.pacing: Pacing | None = None
         self._ranges = ranges
         self._faults = faults or Faults()
         self._fit = StepFit(clock.now, graph_tokens)
@@ -99,6 +98,11 @@ class Engine:
     def cost(self) -> CostModel:
         """What this worker's steps cost, as measured so far."""
         return self._fit.model
+
+    def launch_late(self, *, on: bool) -> None:
+        """From the next step on; what was learnt is forgotten where it is turned off."""
+        if on != (self.pacing is not None):
+            self.pacing = Pacing() if on else None
 
     def add_transfer(self, num_bytes: int, seconds: float) -> None:
         self._fit.add_transfer(num_bytes, seconds)
@@ -191,7 +195,8 @@ class Engine:
         flight = _Flight(plan, self.executor.step(plan))
         if self.pacing is not None:
             flight.result.add_done_callback(partial(self._ended, flight))
-            self.pacing.launched(StepWork.of(plan), self.cost, began, self.clock.now(), starts=bool(plan.starts))
+            work, starts = StepWork.of(plan), bool(plan.starts)
+            self.pacing.launched(plan.number, work, self.cost, began, self.clock.now(), starts=starts)
         for chunk in self.scheduler.take_ahead():
             listener.on_chunk(chunk)
         return flight

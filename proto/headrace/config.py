@@ -71,10 +71,10 @@ class EngineConfig(Section):
     max_context_tokens: int | None = Field(default=None, ge=1, description="null: the model's own")
     max_waiting: int = Field(default=256, ge=1)
     overlap: bool = True
-    late_launch: bool = Field(
-        default=False,
+    late_launch: bool | None = Field(
+        default=None,
         description="behind a step of decodes the next is launched shortly before its end, not one step ahead: what "
-        "becomes runnable meanwhile joins it. For decode pools; of no effect with several pipeline stages",
+        "becomes runnable meanwhile joins it. null: on GPUs, while in a decode pool. Of no effect with several stages",
     )
     micro_batches: int | None = Field(
         default=None,

@@ -80,7 +80,8 @@ def needed(paced: Paced) -> float:
 
 
 class Pacing:
-    """Owned by one engine. Every step is launched() and then landed(), in one order; of two in flight the first computes.
+    """Owned by one engine. From some step on each is launched() and then landed(), in one order; of two in flight the first
+    computes.
 
     Only behind a step of decodes alone is anything held: a prompt's length is known less well, and its chunks should
     follow each other. What a step needed: the time that it should have been given before the expected end to be launched
@@ -91,7 +92,7 @@ class Pacing:
     def __init__(self) -> None:
         self.last: Paced | None = None
         self._leads = {True: Lead(), False: Lead()}
-        self._flights: deque[tuple[StepWork, float, float, Paced | None]] = deque()
+        self._flights: deque[tuple[int, StepWork, float, float, Paced | None]] = deque()
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._ended_at = 0.0
         self._held_since: float | None = None
@@ -113,14 +114,14 @@ class Pacing:
         self._release_at = max(end - lead, now)
         return self._release_at
 
-    def launched(self, work: StepWork, cost: CostModel, began: float, now: float, *, starts: bool) -> None:
+    def launched(self, number: int, work: StepWork, cost: CostModel, began: float, now: float, *, starts: bool) -> None:
         """`began`: its planning, where it was not held. One that was held began when that ended, however late it woke.
         `starts`: a row is taken by another sequence."""
         end, release, since = self._expected_end(cost), self._release_at, self._held_since
         self._release_at = self._held_since = None
         paced = None
         if end is not None:
-            before, launched_at, _, _ = self._flights[0]
+            _, before, launched_at, _, _ = self._flights[0]
             alike = not starts and work.kind is StepKind.DECODE and work.num_sequences == before.num_sequences
             paced = Paced(
                 alike,
@@ -129,13 +130,14 @@ class Pacing:
                 most=end - max(self._ended_at, launched_at),
                 lead=self._leads[alike].seconds,
             )
-        self._flights.append((work, now, work.seconds(cost), paced))
+        self._flights.append((number, work, now, work.seconds(cost), paced))
 
     def landed(self, result: StepResult, ended_at: float) -> None:
         """`ended_at`: when it was first heard that it had ended."""
-        work, _, expected, paced = self._flights.popleft()
-        self._ended_at = ended_at
-        self.last = None
+        self._ended_at, self.last = ended_at, None
+        if not self._flights or self._flights[0][0] != result.number:
+            return
+        _, work, _, expected, paced = self._flights.popleft()
         if work.kind is StepKind.DECODE and expected > 0 and (paced is None or result.ahead_seconds >= 0):
             self._errors.append(result.seconds / expected)
         if paced is not None:
@@ -146,7 +148,7 @@ class Pacing:
         """Of the one step in flight, where it decodes alone, and enough such have shown how good the fit is."""
         if len(self._flights) != 1 or len(self._errors) < RECENT:
             return None
-        work, launched_at, _, _ = self._flights[0]
+        _, work, launched_at, _, _ = self._flights[0]
         if work.kind is not StepKind.DECODE:
             return None
         return max(self._ended_at, launched_at) + work.seconds(cost) * median(self._errors)

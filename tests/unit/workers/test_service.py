@@ -277,6 +277,17 @@ async def test_the_role_changes_at_run_time() -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_gpus_worker_launches_late_while_it_is_in_a_decode_pool_unless_asked() -> None:
+    for asked, expected in ((None, [False, True, False]), (True, [True] * 3), (False, [False] * 3)):
+        engine = ENGINE.model_copy(update={"device": "cuda", "late_launch": asked})
+        async with a_worker(engine=engine) as rig:
+            late = []
+            for role in (Role.UNIFIED, Role.DECODE, Role.PREFILL):
+                rig.worker.set_role(role)
+                late.append(rig.worker._engine.pacing is not None)
+            assert late == expected
+
+
 async def test_case_30_a_cache_reset_forgets_prefixes() -> None:
     async with a_worker() as rig, rig.router() as router:
         await router.submit(a_request("first", length=17)).end()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -143,14 +144,16 @@ def virtual_loop() -> Iterator[VirtualLoop]:
         loop.close()
 
 
-def run(late: bool, machine: Machine) -> Device:
+def run(late: bool, machine: Machine, late_from: float = 0.0) -> Device:
     """NUM_SEQUENCES sequences, decoded side by side to their end, and those that are handed over meanwhile, of one more
     token each."""
     with virtual_loop() as loop:
         device = Device(loop, machine)
         hasher = BlockHasher(revision="r", kv_format="f", block_size=16)
         scheduler = Scheduler(LIMITS, BlockLedger(4096, 16), lambda adapter, salt: hasher)
-        engine = Engine(scheduler, device, loop, late_launch=late)  # type: ignore[arg-type]
+        engine = Engine(scheduler, device, loop)  # type: ignore[arg-type]
+        if late:
+            loop.call_at(late_from, partial(engine.launch_late, on=True))
 
         async def hand_over(arrival: Callable[[], float]) -> None:
             number = 0

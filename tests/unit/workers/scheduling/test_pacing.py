@@ -75,6 +75,14 @@ def test_launches_that_wait_for_the_device_let_no_step_go_early(awaits: str) -> 
     assert late.idle_fraction < ahead.idle_fraction + IDLE_FRACTION
 
 
+def test_it_begins_in_the_middle_of_a_run() -> None:
+    """As a worker's role changes, with steps in flight."""
+    draw = random.Random(3)
+    late = run(True, measured(draw, NOTHING), late_from=2.4567)
+    assert p99(late.waits_of_arrivals()) < 1.4
+    assert late.idle_fraction < IDLE_FRACTION
+
+
 TROUBLES = ["shorter steps", "a slower host", "a host that now and then stands still"]
 
 
@@ -120,14 +128,14 @@ def after(needed: list[float], *, starts: Callable[[int], bool] = lambda number:
     """Launched behind steps of 10 ms as they began, so that 10 ms were given, of which `needed` was used up each time; a
     step of decodes computes now, since 1 s."""
     pacing, before = Pacing(), 0.01
-    pacing.launched(DECODE, COST, 0.0, 0.0, starts=True)
+    pacing.launched(1, DECODE, COST, 0.0, 0.0, starts=True)
     for number, each in enumerate([0.002] * RECENT + needed):
         now = number * 0.01
-        pacing.launched(DECODE, COST, now, now, starts=number >= RECENT and starts(number - RECENT))
+        pacing.launched(1, DECODE, COST, now, now, starts=number >= RECENT and starts(number - RECENT))
         pacing.landed(a_result(0.01 - before), now + 0.01)
         before = each
     pacing.landed(a_result(0.01 - before), 1.0)
-    pacing.launched(DECODE, COST, 1.0, 1.0, starts=False)
+    pacing.launched(1, DECODE, COST, 1.0, 1.0, starts=False)
     return pacing
 
 
@@ -141,7 +149,7 @@ def test_nothing_is_held_before_enough_is_known_nor_behind_a_prompt() -> None:
     assert release(pacing, 1.0) == pytest.approx(1.01 - 0.002 - MARGIN_SECONDS, abs=1e-4)
     assert release(pacing, 1.009) == 1.009, "at once"
     pacing.landed(a_result(0.0), 1.01)
-    pacing.launched(PROMPT, COST, 1.01, 1.01, starts=True)
+    pacing.launched(1, PROMPT, COST, 1.01, 1.01, starts=True)
     assert release(pacing, 1.01) is None
 
 
@@ -155,7 +163,7 @@ def test_an_alarm_that_rings_late_is_part_of_what_was_needed() -> None:
     pacing = after([0.002] * MIN_SAMPLES)
     at = release(pacing, 1.0)
     assert at is not None
-    pacing.launched(DECODE, COST, at + 0.001, at + 0.002, starts=False)
+    pacing.launched(1, DECODE, COST, at + 0.001, at + 0.002, starts=False)
     pacing.landed(a_result(0.0), 1.01)
     pacing.landed(a_result(0.0), 1.02)
     assert pacing.last is not None
@@ -166,10 +174,10 @@ def test_an_alarm_that_rings_late_is_part_of_what_was_needed() -> None:
 def test_a_launch_that_waited_for_the_device_did_not_need_what_it_was_given() -> None:
     pacing = after([0.002] * MIN_SAMPLES)
     for _ in range(2 * WINDOW):
-        pacing.launched(DECODE, COST, 1.001, 1.001, starts=False)
+        pacing.launched(1, DECODE, COST, 1.001, 1.001, starts=False)
         pacing.landed(a_result(-0.0003, launch=0.0085), 1.0)
         pacing.landed(a_result(-0.0003, launch=0.0085), 1.0)
-        pacing.launched(DECODE, COST, 1.0, 1.0, starts=False)
+        pacing.launched(1, DECODE, COST, 1.0, 1.0, starts=False)
     lead = pacing.lead_seconds(alike=True)
     assert lead is not None
     assert lead < LAUNCH_SECONDS + 0.002
