@@ -93,7 +93,7 @@ class Worker:
         graphs = GRAPH_TOKENS if spec.engine.device == "cuda" and spec.layout.pp == 1 else ()
         overlap = spec.engine.overlap
         self._engine = Engine(*parts, overlap=overlap, faults=faults, graph_tokens=graphs)
-        self._engine.launch_late(on=_late(spec, spec.role))
+        self._engine.launch_late(on=spec.launches_late(spec.role))
         self._meters = Meters(registry or CollectorRegistry())
         spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
         self._parts = Parts(self._meters, spans, clock)
@@ -328,7 +328,7 @@ class Worker:
     def set_role(self, role: Role) -> Role:
         """From now on routers send it this kind of work; what is here is finished as it began."""
         before, self._role = self._role, role
-        self._engine.launch_late(on=_late(self._spec, role))
+        self._engine.launch_late(on=self._spec.launches_late(role))
         self._engine.changed()
         if self._publisher is not None:
             self._publisher.renew_soon()
@@ -361,14 +361,6 @@ class Worker:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *SERVICES):
             await self._health.set(service, status)
-
-
-def _late(spec: WorkerSpec, role: Role) -> bool:
-    """Whether steps are launched late: not with several stages, which two steps in flight keep busy."""
-    asked = spec.engine.late_launch
-    return spec.layout.pp == 1 and (
-        asked if asked is not None else role is Role.DECODE and spec.engine.device == "cuda"
-    )
 
 
 def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:

@@ -41,3 +41,9 @@ class WorkerSpec:
         """Plans at once beside the one ahead."""
         asked = self.engine.micro_batches if self.engine.overlap else 1
         return min(asked or self.layout.pp, self.layout.pp)
+
+    def launches_late(self, role: Role) -> bool:
+        """Whether steps are launched late in this role: not with several stages, which two steps in flight keep busy."""
+        asked = self.engine.late_launch
+        wanted = asked if asked is not None else role is Role.DECODE and self.engine.device == "cuda"
+        return wanted and self.layout.pp == 1

@@ -5,21 +5,22 @@ virtual workers behind production's placement.
         --targets tight=1,0.012 --rates 30 36 42 --state RUNS
     python -m loadtests.disagg --judge "2 × H200 by the model" --state RUNS --out docs/benchmarks/disagg-sim-h200.json
 
-Deployments are named as there; placement is production's for all of them, and knows targets where an SLO is named. How well
+Deployments are named as there; placement is production's for all of them, and knows targets where an SLO is named, or with
+`--least-load` the bench's own. How well
 the model knows GPUs is in docs/planning.md. It has no gaps between tokens: `smooth` is judged without them.
 """
 
 import argparse
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planning.measured import WARM_UP
+from cluster.planning.measured import WARM_UP, bench_placement
 from cluster.simulation import cards
 from cluster.simulation.fleet import Fleet, Simulation
-from cluster.simulation.results import Tally
-from cluster.simulation.router import Served
+from cluster.simulation.policies import POLICIES, Policy
+from cluster.simulation.results import Served, Tally
 from headrace.traces import TraceRow, read, within
 from router.decisions.tenants import Targets
 
@@ -48,10 +49,10 @@ def rows_at(rows: Sequence[TraceRow], rate: float, seconds: float) -> list[Trace
     return [replace(row, seconds=row.seconds * scale) for row in chosen]
 
 
-def answers(rows: Sequence[TraceRow], fleet: Fleet) -> list[Answer | None]:
+def answers(rows: Sequence[TraceRow], fleet: Fleet, placement: Callable[[int], Policy]) -> list[Answer | None]:
     """(TTFT, TPOT, no gaps) of each request that came after the warm-up; None where it did not finish."""
     tally = Tally(fleet.roles)
-    Simulation(fleet, "ours", tally).run(rows)
+    Simulation(fleet, placement, tally).run(rows)
     return [_answer(one) for one in tally.served if one.arrived_at >= WARM_UP * rows[-1].seconds]
 
 
@@ -77,15 +78,17 @@ def main() -> None:
     parser.add_argument("--targets", nargs="*", type=_targets, default=[], metavar="NAME=TTFT,TPOT", help="seconds")
     parser.add_argument("--card", default="h200", choices=cards.names())
     parser.add_argument("--run-seconds", type=float, default=20.0)
+    parser.add_argument("--least-load", action="store_true", help="place as the bench does without an SLO's name")
     parser.add_argument("--state", type=pathlib.Path, required=True, help="to which runs are added")
     arguments = parser.parse_args()
+    placement = bench_placement if arguments.least_load else POLICIES["ours"]
     for trace, path in (each.split("=", 1) for each in arguments.traces):
         rows, too_long = within(read(pathlib.Path(path)), CONTEXT)
         for name, chunk in (each.split(":") for each in arguments.deployments):
             fleet = fleet_of(name, int(chunk), arguments.card, dict(arguments.targets))
             for rate in arguments.rates:
                 chosen = rows_at(rows, rate, arguments.run_seconds)
-                found = answers(chosen, fleet)
+                found = answers(chosen, fleet, placement)
                 run = {
                     "trace": trace,
                     "deployment": name,

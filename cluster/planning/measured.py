@@ -25,8 +25,7 @@ from cluster.planning.options import worker_of
 from cluster.planning.shapes import Precision
 from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.policies import Simple, prompt_load, sequence_load
-from cluster.simulation.results import Tally
-from cluster.simulation.router import Served
+from cluster.simulation.results import Served, Tally
 from headrace import traces
 from headrace.costmodel import CostModel
 from headrace.goodput import Slo, percentiles

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from cluster.simulation.cards import LANDING_SECONDS, MESSAGE_SECONDS, Card
 from cluster.simulation.policies import POLICIES, Policy
-from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits, Served, VirtualRouter
+from cluster.simulation.results import Served
+from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits, VirtualRouter
 from headrace import traces
 from headrace.errors import ConfigError
 from headrace.traces import TraceRow

@@ -10,7 +10,7 @@ from cluster.console.traffic import Ring, Traffic
 from cluster.console.verdict import Rules, Sources
 from cluster.console.view import Cluster, Heard, Look, point, scene
 from cluster.simulation.fleet import Fleet, Simulation
-from cluster.simulation.router import Served
+from cluster.simulation.results import Served
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
 from headrace.config_tenants import ServiceClassConfig

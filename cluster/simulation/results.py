@@ -1,13 +1,34 @@
-"""What a run was like: latencies, goodput, hits, balance, and each worker over time."""
+"""What a request and a run were like: latencies, goodput, hits, balance, and each worker over time."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.simulation.router import Served
 from headrace.goodput import Slo, percentiles
 from headrace.values import Role
+from router.decisions.placement import Why
 from workers.scheduling.work import StepWork
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A request as its client saw it. Times in seconds; `outcome` is empty while it is under way."""
+
+    number: int
+    input_tokens: int
+    output_tokens: int
+    arrived_at: float
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    num_generated: int = 0
+    decode: str = ""
+    prefill: str | None = None
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+    num_attempts: int = 1
+    outcome: str = ""
+    whys: list[Why] = field(default_factory=list)
 
 
 def met(slo: Slo, served: Served) -> bool:

@@ -5,11 +5,12 @@ admit → place → submit → relay → retry; the queue, the ledger, health an
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import assert_never
 
 from cluster.simulation.policies import Policy
+from cluster.simulation.results import Served
 from headrace.blocks import BlockHasher
 from headrace.errors import DeadlineExceeded, HeadraceError, NoWorkers
 from headrace.keys import EventBatch, Snapshot
@@ -20,7 +21,7 @@ from router.decisions.chain import Chain
 from router.decisions.health import Health
 from router.decisions.index import Followed, Index
 from router.decisions.ledger import Ledger
-from router.decisions.placement import Ask, NoCapacity, Placed, Why
+from router.decisions.placement import Ask, NoCapacity, Placed
 from router.decisions.retry import (
     End,
     PlaceAgain,
@@ -52,27 +53,6 @@ class RouterLimits:
     local_prefill_max_tokens: int = 64
     message_seconds: float = 0.0
     targets: Targets = NO_TARGETS
-
-
-@dataclass(slots=True, eq=False)
-class Served:
-    """A request as its client saw it. Times in seconds; `outcome` is empty while it is under way."""
-
-    number: int
-    input_tokens: int
-    output_tokens: int
-    arrived_at: float
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    ended_at: float | None = None
-    num_generated: int = 0
-    decode: str = ""
-    prefill: str | None = None
-    predicted_tokens: int = 0
-    cached_tokens: int = 0
-    num_attempts: int = 1
-    outcome: str = ""
-    whys: list[Why] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
