@@ -15,6 +15,7 @@ from router.decisions.ledger import Ledger
 
 ON_ITS_WAY_SECONDS = 5e-3  # a report heard sooner after a placement may have been made before that came to the worker
 MAX_OF_A_WORKER = 1024
+FEW_ENDS = 1024  # among which those of what is closed already may be the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,9 @@ class ToldLoads:
         if len(self._heard.get(worker, ())) >= MAX_OF_A_WORKER:
             self._close(worker, next(iter(self._heard[worker])))
         self._heard.setdefault(worker, {})[name] = now
+        if len(self._ends) > 2 * len(self._ledger) + FEW_ENDS:
+            self._ends = [end for end in self._ends if end[2] in self._heard.get(end[1], ())]
+            heapq.heapify(self._ends)
         heapq.heappush(self._ends, (until, worker, name))
         self._ledger.open(
             _entry(worker, name),
