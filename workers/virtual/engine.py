@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from headrace.blocks import ROOT, BlockHasher, BlockId
 from headrace.costmodel import CostModel
@@ -15,6 +16,8 @@ from workers.virtual.time import VirtualTime
 TOKEN, EOS = 7, 2
 LEARNING_STEPS = 128
 TEACH_EVERY = 8
+
+_ROW = attrgetter("row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class VirtualEngine:
         self._flights: deque[tuple[StepPlan, StepWork, float]] = deque()
         self._busy_until = 0.0
         self._last_positions: dict[int, int] = {}
-        self._num_endless = 0  # plans in which no row comes to its end, if they are of decodes alone and start none
+        self._decoding: list[int] = []  # the rows of the last plan, if they decoded alone
+        self._num_endless = 0  # plans in which none of them comes to its end, if these are of them alone and start none
 
     def go_on(self) -> None:
         """Plans as far ahead as may be."""
@@ -113,15 +117,18 @@ class VirtualEngine:
 
     def _result(self, plan: StepPlan) -> StepResult:
         num_decodes = plan.num_decodes
-        if self._num_endless > 0 and num_decodes == len(plan.work) and not plan.starts:
-            self._num_endless -= 1  # a row comes one position further in a plan, or none
+        # A row that has waited for a block comes back without a start, maybe in another's place.
+        rows = list(map(_ROW, plan.work)) if num_decodes == len(plan.work) else []
+        same, self._decoding = rows == self._decoding and not plan.starts, rows
+        if self._num_endless > 0 and same:
+            self._num_endless -= 1  # a row comes one position further in a plan
             return StepResult(plan.number, (TOKEN,) * num_decodes)
         last = self._last_positions
         for start in plan.starts:
             last[start.row] = len(start.prompt_ids) + start.sampling.seed - 1
         left = [last[work.row] - work.start - 1 for work in plan.work[:num_decodes]]
         drawn = [TOKEN if its > 0 else EOS for its in left]
-        self._num_endless = min(left) - 1 if left and num_decodes == len(plan.work) else 0
+        self._num_endless = min(left) - 1 if rows else 0
         for work in plan.work[num_decodes:]:
             is_last = work.start + work.num_tokens >= last[work.row]
             drawn += (EOS if is_last else TOKEN,) * work.num_samples
