@@ -136,6 +136,8 @@ def _title(number: int, num: int, why: Why) -> str:
     notes = [REASONS.get(why.reason, why.reason)]
     if why.num_near_equals > 1:
         notes.append(f"drawn among {why.num_near_equals} near-equals")
+    if why.slo:
+        notes.append(TARGETS[why.slo])
     if ask.decode is not None:
         notes.append("the decode worker had it already")
     if ask.excluded:
@@ -149,6 +151,8 @@ REASONS = {
     "alone": "decode prefills: little is left to compute, it holds more, or prefill is busy",
     "no_prefill_workers": "nobody prefills just now: decode does it",
 }
+
+TARGETS = {"met": "expected to meet its targets", "missed": "its targets may be missed"}
 
 
 def _way(pair: Pair) -> str:
@@ -188,7 +192,8 @@ def _candidates(why: Why, num_rows: int | None) -> RenderableType:
 
 
 def _pairs(why: Why) -> Table:
-    table = _table(left=("COMPARED",), right=("TTFT", "TRANSFER", "PULLED", "TPOT", "STALLS OTHERS", "PRICE"))
+    others = ("STALLS OTHERS", "OTHERS MISS") if why.slo else ("STALLS OTHERS",)
+    table = _table(left=("COMPARED",), right=("TTFT", "TRANSFER", "PULLED", "TPOT", *others, "PRICE"))
     for pair in sorted(why.pairs, key=lambda pair: pair.price_seconds):
         marked = pair == why.chosen
         table.add_row(
@@ -198,6 +203,7 @@ def _pairs(why: Why) -> Table:
             str(pair.pulled_tokens),
             _ms(pair.tpot_seconds),
             _ms(pair.stall_seconds),
+            *([f"{pair.num_missed:.2f}"] if why.slo else ()),
             _ms(pair.price_seconds),
             style="green" if marked else "",
         )

@@ -33,7 +33,7 @@ from router.decisions.candidates import (
     who_prefills,
     why_nobody_decodes,
 )
-from router.decisions.slo import Verdict, costed
+from router.decisions.slo import Verdict, costed, expected
 from router.decisions.streams import beside, tpot_beside
 from router.decisions.view import View, WorkerView
 
@@ -144,8 +144,8 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     if not decodes:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
     pairs, tie, compared = _priced(ask, decodes, prefills, now)
-    costs, slo = costed(pairs, ask.ttft_seconds, ask.tpot_seconds)
-    chosen, num_near_equals = _pick(costs, tie)
+    chosen, num_near_equals = _pick(costed(pairs, ask.ttft_seconds, ask.tpot_seconds), tie)
+    slo = expected(chosen, ask.ttft_seconds, ask.tpot_seconds)
     decode = compared[chosen.decode]
     prefill = compared[chosen.prefill] if chosen.prefill is not None else None
     cached = cached_tokens(ask, prefill or decode) + chosen.pulled_tokens

@@ -38,24 +38,27 @@ P = TypeVar("P", bound=Priced)
 Verdict = Literal["", "met", "missed"]
 
 
-def costed(
-    pairs: Sequence[P], ttft_seconds: float | None, tpot_seconds: float | None
-) -> tuple[list[tuple[float, P]], Verdict]:
-    """(cost, pair) of each, and whether any is expected to meet the targets; "" without any. `ttft_seconds` is what is left
-    of the target: below 0 when it is missed already."""
+def costed(pairs: Sequence[P], ttft_seconds: float | None, tpot_seconds: float | None) -> list[tuple[float, P]]:
+    """(cost, pair) of each. `ttft_seconds` is what is left of the target: below 0 when it is missed already."""
     if ttft_seconds is None and tpot_seconds is None:
-        return [(pair.price_seconds, pair) for pair in pairs], ""
+        return [(pair.price_seconds, pair) for pair in pairs]
     saved = 1 - _weight_of_waiting(ttft_seconds)
     costs: list[tuple[float, P]] = []
-    verdict: Verdict = "missed"
     for pair in pairs:
         own = _missed(pair, ttft_seconds, tpot_seconds)
         cost = pair.price_seconds + MISS_SECONDS * (own + pair.num_missed)
         if not own:
-            verdict = "met"
             cost -= saved * pair.wait_seconds
         costs.append((cost, pair))
-    return costs, verdict
+    return costs
+
+
+def expected(pair: Priced, ttft_seconds: float | None, tpot_seconds: float | None) -> Verdict:
+    """Whether the pair surely meets the targets; "" without any. The least cost may be of one that does not: another meets
+    them at the price of others' streams."""
+    if ttft_seconds is None and tpot_seconds is None:
+        return ""
+    return "missed" if _missed(pair, ttft_seconds, tpot_seconds) else "met"
 
 
 def _weight_of_waiting(ttft_seconds: float | None) -> float:

@@ -54,7 +54,7 @@ const chosen = (why) => (why.chosen ? way(why.chosen) : "nowhere");
 function notes(why) {
   const words = [REASONS[why.reason] ?? why.reason];
   if (why.num_near_equals > 1) words.push(`drawn among ${why.num_near_equals} near-equals`);
-  if (why.slo) words.push(why.slo === "met" ? "expected to meet its targets" : "no way was expected to meet its targets");
+  if (why.slo) words.push(why.slo === "met" ? "expected to meet its targets" : "its targets may be missed");
   return words.filter(Boolean).join("; ");
 }
 
@@ -66,6 +66,6 @@ function candidates(why) {
 
 function pairs(why) {
   const rows = [...why.pairs].sort((a, b) => a.price_seconds - b.price_seconds).slice(0, MAX_ROWS);
-  return table("Ways priced", 1, ["way", "price", "TTFT", "transfer", "TPOT", "stall of others"],
-    rows.map((pair) => [way(pair), seconds(pair.price_seconds), seconds(pair.ttft_seconds), seconds(pair.transfer_seconds), seconds(pair.tpot_seconds), seconds(pair.stall_seconds)]));
+  return table("Ways priced", 1, ["way", "price", "TTFT", "transfer", "TPOT", "stall of others", "others miss"],
+    rows.map((pair) => [way(pair), seconds(pair.price_seconds), seconds(pair.ttft_seconds), seconds(pair.transfer_seconds), seconds(pair.tpot_seconds), seconds(pair.stall_seconds), pair.num_missed ? pair.num_missed.toFixed(2) : ""]));
 }

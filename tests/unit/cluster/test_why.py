@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +15,7 @@ from cluster.commands.why import ask, command
 from headrace.errors import InvalidRequest, Unauthenticated, Unavailable
 from headrace.values import Load, Timeline, Usage
 from router.decisions.codec import encode
+from router.decisions.ledger import Beside
 from router.decisions.placement import Ask, place
 from router.decisions.view import View
 from router.explanations import Explanation, Failure
@@ -125,6 +127,23 @@ def test_a_person_reads_who_was_compared_what_was_predicted_and_what_came(router
     assert happened["TTFT from its arrival on"] == ["1,750.0 ms"]
     assert happened["TPOT"][1] == "300.0 ms"
     assert happened["attempts"] == ["2"]
+
+
+def test_a_way_that_others_would_pay_for_shows_how_many_of_them_miss(routers: Routers) -> None:
+    """It was explained as expected to meet its targets, since a way that was not taken would have."""
+    ask = Ask(1000, 100, ttft_seconds=2.5, tpot_seconds=0.115)
+    slow = p("p1", load=Load(num_waiting=1, waiting_prefill_tokens=1900))
+    why = place(ask, View((slow, replace(BUSY, beside=Beside(0.0, 128.0)))), 0.0).why
+    alone = next(pair for pair in why.pairs if pair.prefill is None)
+    assert why.chosen is not None
+    assert why.chosen.prefill == "p1"
+    assert alone.num_missed > 1
+    assert why.slo == "missed", "it waits longer than its target, where alone it would not"
+    timeline = RequestTimeline(Timeline(), 0.0, "d1", 1)
+    whole = Explanation("t", (why,), (), "cancelled", Usage(1000), timeline, 1.0, None, None)
+    said = CliRunner().invoke(command, ["t", "--router", routers.knowing({"t": encode(whole)})]).output
+    assert "p1 → d1  (prefill and decode apart; its targets may be missed)" in said
+    assert rows(said)["d1 alone"][-2] == f"{alone.num_missed:.2f}"
 
 
 def test_of_many_candidates_those_that_were_compared_are_shown_and_all_on_demand(routers: Routers) -> None:

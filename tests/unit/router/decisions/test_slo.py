@@ -5,7 +5,7 @@ import pytest
 from headrace.values import Load
 from router.decisions.ledger import Beside
 from router.decisions.placement import Ask, Pair, Placed, place
-from router.decisions.slo import MISS_SECONDS, TTFT_SAFE, costed
+from router.decisions.slo import MISS_SECONDS, TTFT_SAFE, costed, expected
 from router.decisions.streams import beside, tpot_beside
 from router.decisions.view import View, WorkerView
 from tests.unit.router.decisions.test_placement import ASK, COST, d, p, placed
@@ -18,8 +18,8 @@ def pair(
 
 
 def best(pairs: list[Pair], ttft: float | None, tpot: float | None) -> tuple[str, str]:
-    costs, verdict = costed(pairs, ttft, tpot)
-    return min(costs, key=lambda each: each[0])[1].decode, verdict
+    chosen = min(costed(pairs, ttft, tpot), key=lambda each: each[0])[1]
+    return chosen.decode, expected(chosen, ttft, tpot)
 
 
 def test_without_targets_the_price_decides() -> None:
