@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused_with_its_value_and_range(changes: dict[str, A
     ("content", "message"),
     [
         ("", "holds no requests"),
-        ('{"timestamp": 1}\n', "line 1: KeyError('input_length')"),
+        ('{"timestamp": 1}\n', "line 1: lacks input_length; a request has timestamp"),
         (TRACE.format(at=0, length=0, prefix=0), "line 1: lengths must be at least 1, got 0 and 4"),
         ("\x00\xff", "line 1"),
     ],
