@@ -97,8 +97,10 @@ class WorkerClient:
             links=tuple(
                 LinkReport(link.worker_id, link.kind, link.state, link.reason, link.bytes) for link in pb.links
             ),
-            # A request's name between processes begins with its router's.
-            routers=frozenset(key.request_id.rpartition(":")[0] for key in (*pb.requests, *pb.tickets)),
+            # A request's name between processes begins with its router's; a check of its own is one like any other.
+            routers=frozenset(
+                key.request_id.rpartition(":")[0].removesuffix(":check") for key in (*pb.requests, *pb.tickets)
+            ),
         )
 
     async def set_role(self, role: Role) -> None:

@@ -70,7 +70,11 @@ class Meters:
         self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
         self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
         self._tasks = Gauge(metrics.TASKS, "Tasks of the event loop.", registry=registry)
-        self._backlog = Gauge(metrics.PREFILL_BACKLOG, "Prompt tokens that wait to be computed.", registry=registry)
+        self._backlog = Gauge(
+            metrics.PREFILL_BACKLOG,
+            "Prompt tokens that are not computed yet: those of the steps under way too.",
+            registry=registry,
+        )
         self._breaker = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.", registry=registry)
 
     def watch(

@@ -254,12 +254,12 @@ async def test_a_flushed_redis_takes_nothing_away_and_is_written_anew(stage: Sta
 
 
 async def test_whose_requests_workers_have_is_by_their_own_words() -> None:
-    worker = Described("decode-0", requests=("r:1:a", "r:1:b", "s:c"))
+    worker = Described("decode-0", requests=("r:1:a", "r:1:b", "s:c", "t:check:1"))
     async with described(worker) as record, WorkerClient(record.address) as client:
         report = await client.describe()
     busy = Seen(ObservedWorker("decode", 0, 1, Role.DECODE, ParallelLayout(), Phase.READY, 0.0), report)
     starts = replace(busy, worker=replace(busy.worker, phase=Phase.STARTING), report=None)
-    assert at_work([busy, starts]) == {"r:1", "s"}
+    assert at_work([busy, starts]) == {"r:1", "s", "t"}, "one that checks a worker is at work, by its own name"
     assert at_work([busy, replace(busy, report=None)]) is None, "one that serves says nothing"
 
 

@@ -34,3 +34,6 @@ def test_what_changed_workers_add_up_to_is_what_all_of_them_do(fleet: list[Worke
             fleet[data.draw(st.integers(0, len(fleet) - 1))] = data.draw(workers())
         elif data.draw(st.booleans()):
             fleet.append(data.draw(workers()))
+        elif fleet:  # one is gone; or another has come as well, and all the others have another place
+            fleet.pop(data.draw(st.integers(0, len(fleet) - 1)))
+            fleet += data.draw(st.lists(workers(), max_size=1))
