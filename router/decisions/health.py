@@ -6,7 +6,8 @@ What is the client's fault, or the worker's good right (a full queue, draining),
 worker itself of a request, or a decode worker of its hand-off.
 
 Two workers may each be sound and yet fail each other, where no link between them works: their hand-offs are counted by pair
-too, and such a pair is passed over like a worker, for as long.
+too, and such a pair is passed over like a worker, for as long. Where one refuses the other by name, as two versions do
+while a deployment is rolled over, neither has failed: the pair alone is passed over, and at once.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from headrace.errors import (
     DeadlineExceeded,
     HeadraceError,
+    IncompatiblePeer,
     InvalidRequest,
     Overloaded,
     RequestCancelled,
@@ -61,16 +63,20 @@ class Health:
 
     def peer_failed(self, decode: str, prefill: str, error: HeadraceError, now: float) -> None:
         """The decode worker says so of its hand-off: it counts against the prefill worker, and against the two."""
+        if isinstance(error, IncompatiblePeer):
+            self._count(self._pairs.setdefault(decode, {}), prefill, now, most=1)
+            return
         self.failed(prefill, error, now)
         if not isinstance(error, _NO_FAILURE) or isinstance(error, WorkerLost):
             self._count(self._pairs.setdefault(decode, {}), prefill, now)
 
-    def _count(self, records: dict[str, _Record], name: str, now: float) -> None:
+    def _count(self, records: dict[str, _Record], name: str, now: float, most: int | None = None) -> None:
+        """`most`: failures in a row, where not `max_failures`."""
         record = records.setdefault(name, _Record())
         if now < record.ejected_until:
             return
         record.num_failures += 1
-        if record.num_failures >= self._max_failures or record.num_ejections:
+        if record.num_failures >= (most or self._max_failures) or record.num_ejections:
             seconds = min(self._eject_seconds * 2**record.num_ejections, self._max_eject_seconds)
             record.ejected_until = now + seconds
             record.num_ejections += 1

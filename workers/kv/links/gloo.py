@@ -17,7 +17,7 @@ from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "gloo"
-CUT = Cut(message_bytes=16 * 2**20, edge_bytes=16 * 2**20, depth=3)
+CUT = Cut(message_bytes=16 * 2**20, depth=3)
 
 
 def answer(pool: KvPool, seconds: float, hook: ReadHook | None = None) -> Answer:

@@ -43,7 +43,7 @@ from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
-CUT = Cut(message_bytes=64 * 2**20, edge_bytes=64 * 2**20, depth=3)  # shorter ends: measured, slower at 512 MiB
+CUT = Cut(message_bytes=64 * 2**20, depth=3)  # shorter first and last ones: measured, slower at 512 MiB
 COPY_PROGRAMS = 48  # of a gather or scatter: memory of our own is faster than a link
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog

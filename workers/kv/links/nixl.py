@@ -37,7 +37,7 @@ from workers.kv.shared_words import WORD_BYTES
 
 SCHEME = "nixl"
 MESSAGE_BYTES = 16 * 2**20
-CUT = Cut(MESSAGE_BYTES, MESSAGE_BYTES, depth=1)
+CUT = Cut(MESSAGE_BYTES, depth=1)
 LOOK_SECONDS = 5e-5
 
 Descriptors = NDArray[np.uint64]  # [n, 3]: address, bytes, device

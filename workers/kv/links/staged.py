@@ -12,7 +12,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,18 +35,12 @@ class Cut:
     """How a read is cut into messages, on both ends alike, and how many of them are under way at once."""
 
     message_bytes: int
-    edge_bytes: int  # of the first message, before which nothing moves, and of the last, after which nothing else does
     depth: int
 
     def parts(self, num_blocks: int, block_bytes: int) -> list[slice]:
         """The blocks of each message. A message has one block at least."""
-        step, edge = (max(1, size // block_bytes) for size in (self.message_bytes, self.edge_bytes))
-        ends = sorted({0, min(edge, num_blocks)})
-        while ends[-1] + edge < num_blocks:
-            ends.append(min(ends[-1] + step, num_blocks - edge))
-        if ends[-1] < num_blocks:
-            ends.append(num_blocks)
-        return [slice(first, last) for first, last in pairwise(ends)]
+        step = max(1, self.message_bytes // block_bytes)
+        return [slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)]
 
     def check(self, theirs: Message) -> None:
         if theirs.get("cut") != asdict(self):

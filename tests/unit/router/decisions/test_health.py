@@ -5,6 +5,7 @@ from headrace.errors import (
     DeadlineExceeded,
     Draining,
     HeadraceError,
+    IncompatiblePeer,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -96,3 +97,17 @@ def test_two_that_fail_each_other_are_not_paired_for_a_while_though_both_are_sou
             health.peer_failed("d", "p", TransferFailed("x"), 20.0)
         health.forget(gone)
         assert health.unlinked("d") is None
+
+
+def test_two_versions_that_refuse_each_other_are_not_paired_again_and_neither_has_failed() -> None:
+    """While a deployment is rolled over, old prefill workers were ejected for old decode workers, too."""
+    health = Health(max_failures=3, eject_seconds=5)
+    for new in ("d1", "d2", "d3", "d4"):
+        health.peer_failed(new, "p", IncompatiblePeer("cut"), 0.0)
+        assert health.unlinked(new) == {"p": 5}
+    assert health.ejected_until("p") == 0
+    assert health.unlinked("d-old") is None
+    health.peer_failed("d1", "p", IncompatiblePeer("cut"), 6.0)
+    assert health.unlinked("d1") == {"p": 16}
+    health.forget("p")
+    assert health.unlinked("d1") is None

@@ -90,7 +90,7 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
     pools = [KvPool(slab, 32, torch.float32, torch.device("cpu")) for _ in range(2)]
     pools[0].tensor.normal_()
     monkeypatch.setattr(nccl, "BlockCopy", LateCopy)
-    cut = Cut(4 * slab.block_bytes, 2 * slab.block_bytes, depth=3)
+    cut = Cut(4 * slab.block_bytes, depth=3)
 
     @contextlib.contextmanager
     def behind(stream: LateCopy) -> Iterator[None]:
