@@ -10,10 +10,11 @@ configuration), no worker is drained, none changes its role, and no pool is made
 A worker whose node is about to go (`leaves_at`) counts as gone: another starts in the next free slot at once, as far as the
 budget of GPUs goes. It is drained, trusted or not; but who serves its role alone serves on until routers have found
 another of its revision (a canary may have no share, and is not to have all), and of a pool no more than one is away before
-others serve in their places: a node may hold all of it. In any case it is drained when no more than LAST_SECONDS are left
-for its streams to end in.
+others serve in their places: a node may hold all of it. Where the budget lets nothing start beside those that go, one of
+several makes the beginning. In any case it is drained when no more than LAST_SECONDS are left for its streams to end in.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -200,7 +201,14 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
         here = {(worker.role, worker.revision) for worker in leaving}
         serve_on = sum(worker.phase is Phase.READY for worker in leaving)
         spare = num_found + serve_on - target.replicas + 1 if target is not None and needed else serve_on
-        actions += _departures(leaving, serving if needed else here, spare, now)
+        held = sum(worker.layout.world_size for worker in observed.workers if worker.worker_id not in gone)
+        held += sum(start.layout.world_size for start in starts)
+        free = None if budget_gpus is None else budget_gpus - held
+        replaced = serving if needed else here
+        if target is not None and needed and free is not None and free < target.layout.world_size:
+            several = _several(leaving)
+            replaced, spare = replaced | several, min(spare, 1) if several else spare
+        actions += _departures(leaving, replaced, spare, now)
         if target is None:
             if desired.trusted:
                 actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
@@ -209,9 +217,6 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
         actions += [_leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
         kept = [worker for worker in staying if worker not in surplus]
         actions += _reshapes(kept, target, desired.trusted)
-        held = sum(worker.layout.world_size for worker in observed.workers if worker.worker_id not in gone)
-        held += sum(start.layout.world_size for start in starts)
-        free = None if budget_gpus is None else budget_gpus - held
         starts += _starts(pool, target, kept, workers, observed.history, now, free)
     return [*actions, *sorted(starts, key=lambda start: -start.layout.tp)]
 
@@ -233,6 +238,12 @@ def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
 def _is_found(worker: ObservedWorker, now: float) -> bool:
     """Whether it stays, and routers place on it by now."""
     return worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
+
+
+def _several(leaving: Sequence[ObservedWorker]) -> set[tuple[Role, str]]:
+    """What more than one of them serve."""
+    serve = Counter((worker.role, worker.revision) for worker in leaving if worker.phase is Phase.READY)
+    return {its for its, number in serve.items() if number > 1}
 
 
 def _departures(

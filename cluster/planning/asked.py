@@ -40,7 +40,7 @@ class GpuAsked(_Section):
     """A GPU type. Its figures are for one that is not known, or to overrule its data sheet: together, or none; their ranges
     are those of any GPU there may soon be, in these units. `per_host` null: as its data sheet says, 8 of your own."""
 
-    type: str = Field(pattern=r"^[\w.+-]{1,40}$")
+    type: str = Field(pattern=r"^[\w.+-]([\w .+-]{0,38}[\w.+-])?$")
     price_per_hour: Price
     available: int | None = Field(default=None, ge=1, description="GPUs there are; null: as many as needed")
     memory_gb: Positive | None = Field(default=None, ge=1, le=10_000)

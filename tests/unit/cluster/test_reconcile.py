@@ -350,6 +350,29 @@ def test_what_starts_in_the_place_of_one_whose_node_goes_waits_for_its_gpus_at_t
     ]
 
 
+def test_case_a_node_that_takes_a_pool_which_is_all_of_the_budget_gives_one_back_at_once() -> None:
+    """Nothing could start beside them, so nobody ever served in their places: all were drained in the last half minute, and
+    nobody served for as long as a worker starts."""
+    world, desired = settled(decode=3)
+    world.now += FOUND_SECONDS
+    for worker in list(world.workers):
+        leaving(world, worker, 600.0)
+    drain = Drain("decode-0", 1, "its node goes")
+    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [drain]
+    assert drain not in reconcile(desired, world.observed, world.now, budget_gpus=4), "one starts beside them"
+    smaller = Desired({"decode": DesiredPool(Role.DECODE, 1)})
+    assert reconcile(smaller, world.observed, world.now, budget_gpus=3) == [drain], "one serves on in any case"
+    world.act([drain])
+    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [], "two serve, and its GPU is not free yet"
+    del world.workers["decode-0"]
+    (start,) = reconcile(desired, world.observed, world.now, budget_gpus=3)
+    assert isinstance(start, Start)
+    del world.workers["decode-1"]
+    assert Drain("decode-2", 1, "its node goes") not in reconcile(desired, world.observed, world.now, budget_gpus=1), (
+        "the last one of them serves its role alone"
+    )
+
+
 def test_a_worker_that_starts_on_a_node_that_goes_starts_elsewhere_and_has_not_failed() -> None:
     world, desired = settled(decode=1)
     world.set_phase("decode-0", Phase.STARTING)

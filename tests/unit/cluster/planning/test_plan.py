@@ -214,7 +214,7 @@ def test_an_unmeasured_gpu_is_flagged_and_its_doubt_is_in_what_if() -> None:
 
 def test_a_gpu_of_ones_own_is_taken_with_its_figures() -> None:
     mine = {"memory_gb": 96, "tflops": 600, "memory_tb_per_second": 4.0, "link_gb_per_second": 300}
-    found = asked.parse({**SMALL, "gpus": [{"type": "mine", "price_per_hour": 2.0, **mine}]}).gpus[0].resolve()
+    found = asked.parse({**SMALL, "gpus": [{"type": "RTX 4090", "price_per_hour": 2.0, **mine}]}).gpus[0].resolve()
     assert {figure.origin for figure in found.figures().values()} == {"given"}
     assert found.sheet.memory_bytes == 96e9
 
