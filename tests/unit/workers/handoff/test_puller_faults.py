@@ -13,6 +13,7 @@ from headrace import wire
 from headrace.clock import ManualClock
 from headrace.errors import (
     DeadlineExceeded,
+    IncompatiblePeer,
     LinkClosed,
     StaleBlocks,
     TransferFailed,
@@ -49,12 +50,15 @@ async def failing(rig: Rig, how: str) -> None:
             rig.executor.pull_error = StaleBlocks("epoch moved")
         case "link closed":
             rig.executor.pull_error = LinkClosed("reset by peer")
+        case "link refused":
+            rig.executor.pull_error = IncompatiblePeer("cut must be what it is here", field="cut")
         case "a read that never ends":
             rig.executor.go_pulls.clear()
 
 
 @pytest.mark.parametrize(
-    "how", ["drop of block 3", "raise in block 3", "stale blocks", "link closed", "a read that never ends"]
+    "how",
+    ["drop of block 3", "raise in block 3", "stale blocks", "link closed", "link refused", "a read that never ends"],
 )
 @pytest.mark.parametrize("then", ["another", "alone"])
 async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str) -> None:
