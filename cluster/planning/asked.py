@@ -200,6 +200,10 @@ class PlanAsked(_Section):
 def parse(raw: Any) -> PlanAsked:
     if not isinstance(raw, dict):
         raise ConfigError(f"a plan's file must hold keys and values, got {type(raw).__name__}")
+    if "pools" in raw and "gpus" not in raw:
+        raise ConfigError(
+            "this is a cluster's file (pools): a plan's has gpus, traffic and slo, as examples/plan.yaml", key="pools"
+        )
     try:
         return PlanAsked.model_validate(raw)
     except ValidationError as error:

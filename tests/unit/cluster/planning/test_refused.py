@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from cluster.cli import cli
-from cluster.planning import caveats, plan_json
+from cluster.planning import asked, caveats, plan_json
 from cluster.planning.plan import Plan
 from cluster.planning.settle import described
 from headrace.errors import ConfigError, HeadraceError
@@ -203,3 +203,8 @@ def test_case_a_budget_is_kept_by_the_other_kind_where_one_outgrew_it(monkeypatc
     monkeypatch.setattr("cluster.planning.plan.best", lambda ways, kind: ways[0] if kind == "aggregated" else None)
     with pytest.raises(ConfigError, match="9 that are needed, after simulation"):
         made(budget={"gpus": 8}, **QUICK)
+
+
+def test_a_clusters_file_is_named_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"cluster's file.*examples/plan\.yaml"):
+        asked.parse({"model": "a", "pools": {}})
