@@ -60,7 +60,8 @@ def virtual_hasher(block_size: int) -> RememberingHasher:
 
 
 class VirtualEngine:
-    """At most two plans in flight, one computing: one step ahead, as the real engine. Owns its scheduler.
+    """At most two plans in flight, one computing: one step ahead, as the real engine. Owns its scheduler. (Where that
+    launches late, what is handed over has its second token up to a step sooner than here; the first is not decode's.)
 
     A sample draws EOS as its `sampling.seed`th token, so that its end is no more known ahead than a real one's.
     `on_step` hears of every step when it ended and what it took, before what came of it is passed to `on_landed`.

@@ -144,14 +144,19 @@ def virtual_loop() -> Iterator[VirtualLoop]:
         loop.close()
 
 
+def engine_of(device: Device) -> Engine:
+    hasher = BlockHasher(revision="r", kv_format="f", block_size=16)
+    scheduler = Scheduler(LIMITS, BlockLedger(4096, 16), lambda adapter, salt: hasher)
+    return Engine(scheduler, device, device.loop)  # type: ignore[arg-type]
+
+
 def run(late: bool, machine: Machine, late_from: float = 0.0) -> Device:
     """NUM_SEQUENCES sequences, decoded side by side to their end, and those that are handed over meanwhile, of one more
     token each."""
     with virtual_loop() as loop:
         device = Device(loop, machine)
-        hasher = BlockHasher(revision="r", kv_format="f", block_size=16)
-        scheduler = Scheduler(LIMITS, BlockLedger(4096, 16), lambda adapter, salt: hasher)
-        engine = Engine(scheduler, device, loop)  # type: ignore[arg-type]
+        engine = engine_of(device)
+        scheduler = engine.scheduler
         if late:
             loop.call_at(late_from, partial(engine.launch_late, on=True))
 

@@ -2,11 +2,24 @@
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import pytest
 
 from headrace.costmodel import CostModel
-from tests.unit.workers.virtual_device import NUM_SEQUENCES, NUM_STEPS, Machine, run
+from headrace.errors import WorkerLost
+from tests.unit.workers.rig import a_request
+from tests.unit.workers.virtual_device import (
+    NUM_SEQUENCES,
+    NUM_STEPS,
+    Device,
+    Machine,
+    Silent,
+    engine_of,
+    run,
+    virtual_loop,
+)
 from workers.scheduling.pacing import (
     IDLE_FRACTION,
     LAUNCH_SECONDS,
@@ -81,6 +94,35 @@ def test_it_begins_in_the_middle_of_a_run() -> None:
     late = run(True, measured(draw, NOTHING), late_from=2.4567)
     assert p99(late.waits_of_arrivals()) < 1.4
     assert late.idle_fraction < IDLE_FRACTION
+
+
+@dataclass
+class Failing(Device):
+    """One of its steps raises, in its middle."""
+
+    failed_at: float | None = None
+
+    def step(self, plan: StepPlan) -> Future[StepResult]:
+        landing = super().step(plan)
+        if len(self.planned) != NUM_STEPS // 2:
+            return landing
+        failing: Future[StepResult] = Future()
+        failing.set_running_or_notify_cancel()
+        self.failed_at = self.busy[-1][0] + STEP / 2
+        self.loop.call_at(self.failed_at, failing.set_exception, ValueError("wrong"))
+        return failing
+
+
+def test_what_is_held_behind_a_step_that_fails_is_held_no_longer() -> None:
+    with virtual_loop() as loop:
+        device = Failing(loop, Machine(step=lambda plan: STEP, host=lambda plan: 0.001))
+        engine = engine_of(device)
+        engine.launch_late(on=True)
+        engine.scheduler.submit(a_request("q", max_tokens=NUM_STEPS), loop.seconds)
+        with pytest.raises(ExceptionGroup) as caught:
+            loop.run_until_complete(engine.run(Silent()))  # type: ignore[arg-type]
+        assert caught.group_contains(WorkerLost, match="wrong")
+        assert loop.seconds == device.failed_at
 
 
 TROUBLES = ["shorter steps", "a slower host", "a host that now and then stands still"]
