@@ -48,9 +48,12 @@ class Seen:
 
     @property
     def backlog_seconds(self) -> float:
-        """What the prompts that wait there will take it, by its own cost model."""
-        tokens = self.report.load.waiting_prefill_tokens if self.report is not None else 0
-        return self.report.cost.prefill_seconds(tokens) if self.report is not None and tokens else 0.0
+        """For how long the prompts that wait there will, by its own cost model: until those are computed that are at work,
+        too. Where none waits, none waits for these."""
+        if self.report is None or not self.report.load.num_waiting:
+            return 0.0
+        tokens = self.report.load.waiting_prefill_tokens
+        return self.report.cost.prefill_seconds(tokens) if tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,13 +57,19 @@ def test_the_pool_that_is_short_is_named_with_what_it_is_short_of() -> None:
 
 def test_a_backlog_is_the_mean_of_those_that_prefill_by_their_own_cost_model() -> None:
     workers = (
-        worker("prefill-0", "prefill", waiting_prefill_tokens=3000),
+        worker("prefill-0", "prefill", waiting_prefill_tokens=3000, num_waiting=1),
         worker("prefill-1", "prefill", waiting_prefill_tokens=0),
-        worker("decode-0", "decode", waiting_prefill_tokens=9000),
+        worker("decode-0", "decode", waiting_prefill_tokens=9000, num_waiting=1),
     )
     pools = {pool.name: pool for pool in pools_of(workers, {}, 2.0)}
     assert (pools["prefill"].backlog_seconds, pools["prefill"].pressure) == (1.5, 0.75)
     assert pools["decode"].backlog_seconds == 0.0
+
+
+def test_a_prompt_that_is_computed_while_none_waits_is_no_shortage() -> None:
+    """Since reports count what is at work, too, a long prompt on an idle worker was a pool that is short of prefill."""
+    alone = worker("prefill-0", "prefill", used=1, waiting_prefill_tokens=4000, num_running=1)
+    assert said(alone, CALM[1], met=100).level is Level.OK
 
 
 def test_workers_that_are_missing_or_silent_are_counted_and_a_pool_without_any_is_an_alarm() -> None:
