@@ -31,23 +31,11 @@ unit: setup  ## unit tests, without those that need the small model or interpret
 
 check: lint unit  ## what a commit must pass; about two minutes on two cores that do nothing else
 
-# Tests of whole processes wait more than they compute: those that start a Ray run beside the others, and no two Rays beside
-# each other; what is marked alone comes after them.
-PROCESSES := tests -q --ignore=tests/unit --ignore=tests/gpu --ignore=tests/helm
-
 test: setup  ## everything that needs no GPU
 	$(MAKE) -j 2 --output-sync lint model
 	$(MAKE) unit
-	$(MAKE) -j 2 --output-sync=line test-ray test-others
-	$(PY)/pytest $(PROCESSES) -m alone
-
-test-ray: setup model
-	$(PY)/pytest $(PROCESSES) -m "ray and not alone"
-
-test-others: setup model
-	$(PY)/pytest tests/unit -q -m interpreter
-	$(PY)/pytest tests/unit -q -m model
-	$(PY)/pytest $(PROCESSES) -m "not ray and not alone"
+	$(PY)/pytest tests/unit -q -m "interpreter or model"
+	$(PY)/pytest tests -q --ignore=tests/unit --ignore=tests/gpu --ignore=tests/helm
 
 helm-test: setup  ## the chart, with a real helm, promtool and hadolint (fetched once, into .headrace/tools)
 	bash tools/helm_tools.sh $(PY)/python
@@ -139,4 +127,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: test-ray test-others gpu-test-multi gpu-again bench-pull-alone helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: gpu-test-multi gpu-again bench-pull-alone helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

@@ -30,14 +30,7 @@ from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.tiny import make_checkpoint
 from tests.worker_process import WorkerProcess, a_worker_process
 
-# Silence, stalls and goodput are told by time here, and storms fill the machine.
-MARKS = [
-    pytest.mark.alone,
-    pytest.mark.torch,
-    pytest.mark.redis,
-    pytest.mark.timeout(120),
-    pytest.mark.asyncio(loop_scope="session"),
-]
+MARKS = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="session")]
 Fault = control_pb2.Fault
 Samples = dict[tuple[str, str], float]
 BLOCK, CHUNK = 8, 16

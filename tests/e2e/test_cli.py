@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -23,10 +24,11 @@ def find_child(pid: int, name: str) -> int:
     waiting = [pid]
     while waiting:
         for children in pathlib.Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            for child in map(int, children.read_text().split()):
-                if name in pathlib.Path(f"/proc/{child}/cmdline").read_text():
-                    return child
-                waiting.append(child)
+            with suppress(OSError):  # it ended while we looked
+                for child in map(int, children.read_text().split()):
+                    if name in pathlib.Path(f"/proc/{child}/cmdline").read_text():
+                        return child
+                    waiting.append(child)
     raise AssertionError(f"no {name} under {pid}")
 
 

@@ -24,7 +24,7 @@ from tests.e2e.many_routers import (
 from tests.e2e.routers import tiny_checkpoint
 from tests.unit.router.stage import collect, job, open_text
 
-pytestmark = [pytest.mark.alone, pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]
 AT_ONCE = 48
 
 
