@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from headrace.client import AsyncClient
+from headrace.keys import Keys
 from tests.pods import HOST, Pod, Pods, answers, free_port, ray_head, running_pods, until
 from tests.tiny import make_checkpoint
 
@@ -69,6 +71,13 @@ class Kept:
         where = (f"--router-http-url={self.router}", f"--router-grpc-address={self.grpc}")
         pod = await self.pods.start(name, [*HEADRACE, "controller", str(self.config), *options, *where])
         return pod, replace(self, http=f"http://{HOST}:{port}")
+
+    async def leader(self) -> bytes | str | None:
+        """Which controller holds the lease."""
+        name = json.loads(self.config.read_text(encoding="utf-8"))["name"]
+        async with Redis.from_url(self.redis_url) as redis:
+            held: bytes | str | None = await redis.get(Keys(name).leader)
+            return held
 
     async def targets(self) -> list[dict[str, Any]]:
         """Empty while it does not answer."""
@@ -126,10 +135,13 @@ async def test_a_keeper_comes_and_goes_and_what_serves_goes_on(tmp_path: pathlib
 
         config = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**config, "pools": {"decode": POOLS["decode"]}}), encoding="utf-8")
+        led = await kept.leader()
         keeper, kept = await kept.keeper("keeper-2")
 
         async def one_serves() -> bool:
-            return [target["labels"]["worker"] for target in await kept.targets()] == ["decode-0"]
+            """By the controller of the keeper that came: the one before it would end the other worker as well."""
+            served = [target["labels"]["worker"] for target in await kept.targets()]
+            return served == ["decode-0"] and await kept.leader() not in (None, led)
 
         await until(one_serves)
         seen = json.loads(await pods.run(*HEADRACE, "status", "--json"))
