@@ -59,6 +59,7 @@ class _Flight:
     """`ended_at`: when a rank's thread said so; the event loop hears of it later."""
 
     plan: StepPlan
+    work: StepWork
     result: Future[StepResult]
     ended_at: float = 0.0
 
@@ -174,7 +175,7 @@ class Engine:
         while not landed.done():
             self._stir.clear()
             now = self.clock.now()
-            release_at = pacing.release_at(self.cost, now, alike=not self.scheduler.starting)
+            release_at = pacing.release_at(now, alike=not self.scheduler.starting)
             if release_at is None or release_at <= now:
                 break
             with suppress(TimeoutError):
@@ -192,11 +193,12 @@ class Engine:
         if self._busy_since is None:
             self._busy_since = self.clock.now()
         await self._faults.reach("step")
-        flight = _Flight(plan, self.executor.step(plan))
+        result = self.executor.step(plan)
+        flight = _Flight(plan, StepWork.of(plan), result)
         if self.pacing is not None:
-            flight.result.add_done_callback(partial(self._ended, flight))
-            work, starts = StepWork.of(plan), bool(plan.starts)
-            self.pacing.launched(plan.number, work, self.cost, began, self.clock.now(), starts=starts)
+            result.add_done_callback(partial(self._ended, flight))
+            now, starts = self.clock.now(), bool(plan.starts)
+            self.pacing.launched(plan.number, flight.work, self.cost, began, now, starts=starts)
         for chunk in self.scheduler.take_ahead():
             listener.on_chunk(chunk)
         return flight
@@ -224,9 +226,8 @@ class Engine:
                 listener.on_chunk(chunk)
             if events.outputs:
                 listener.on_outputs(events.outputs)
-            work = StepWork.of(flight.plan)
-            self._fit.add(work, result.seconds)
-            listener.on_step(work, result.seconds)
+            self._fit.add(flight.work, result.seconds)
+            listener.on_step(flight.work, result.seconds)
             self._tell_waiters()
 
     async def _idle(self) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from headrace.costmodel import CostModel
 from workers.scheduling.plan import StepResult
@@ -70,6 +71,16 @@ class Paced:
     launch: float = 0.0
 
 
+class _Step(NamedTuple):
+    """One in flight. `expected`: how long it takes, by the fit as it was when the step was launched."""
+
+    number: int
+    work: StepWork
+    launched_at: float
+    expected: float
+    paced: Paced | None
+
+
 def needed(paced: Paced) -> float:
     """What it should have been given. A launch that took half a step and ended as that did waited for it: given more time
     it would have waited longer, and given less it shows what it takes by itself."""
@@ -92,7 +103,7 @@ class Pacing:
     def __init__(self) -> None:
         self.last: Paced | None = None
         self._leads = {True: Lead(), False: Lead()}
-        self._flights: deque[tuple[int, StepWork, float, float, Paced | None]] = deque()
+        self._flights: deque[_Step] = deque()
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._ended_at = 0.0
         self._held_since: float | None = None
@@ -102,13 +113,13 @@ class Pacing:
         """The time kept in hand; None: not known yet."""
         return self._leads[alike].seconds
 
-    def release_at(self, cost: CostModel, now: float, *, alike: bool) -> float | None:
+    def release_at(self, now: float, *, alike: bool) -> float | None:
         """When the next step should be planned and launched; None: at once. `alike`: as far as is known now, it has the
         rows of the one in flight. To be asked again when that changes."""
         if self._held_since is None:
             self._held_since = now
         self._release_at = None
-        end, lead = self._expected_end(cost), self._leads[alike].seconds
+        end, lead = self._expected_end(), self._leads[alike].seconds
         if end is None or lead is None:
             return None
         self._release_at = max(end - lead, now)
@@ -117,38 +128,39 @@ class Pacing:
     def launched(self, number: int, work: StepWork, cost: CostModel, began: float, now: float, *, starts: bool) -> None:
         """`began`: its planning, where it was not held. One that was held began when that ended, however late it woke.
         `starts`: a row is taken by another sequence."""
-        end, release, since = self._expected_end(cost), self._release_at, self._held_since
+        end, release, since = self._expected_end(), self._release_at, self._held_since
         self._release_at = self._held_since = None
         paced = None
         if end is not None:
-            _, before, launched_at, _, _ = self._flights[0]
-            alike = not starts and work.kind is StepKind.DECODE and work.num_sequences == before.num_sequences
+            before = self._flights[0]
+            alike = not starts and work.kind is StepKind.DECODE and work.num_sequences == before.work.num_sequences
             paced = Paced(
                 alike,
                 held=began - since if since is not None else 0.0,
                 given=end - (began if release is None else min(release, began)),
-                most=end - max(self._ended_at, launched_at),
+                most=end - max(self._ended_at, before.launched_at),
                 lead=self._leads[alike].seconds,
             )
-        self._flights.append((number, work, now, work.seconds(cost), paced))
+        self._flights.append(_Step(number, work, now, work.seconds(cost), paced))
 
     def landed(self, result: StepResult, ended_at: float) -> None:
         """`ended_at`: when it was first heard that it had ended."""
         self._ended_at, self.last = ended_at, None
-        if not self._flights or self._flights[0][0] != result.number:
+        if not self._flights or self._flights[0].number != result.number:
             return
-        _, work, _, expected, paced = self._flights.popleft()
-        if work.kind is StepKind.DECODE and expected > 0 and (paced is None or result.ahead_seconds >= 0):
-            self._errors.append(result.seconds / expected)
+        step = self._flights.popleft()
+        paced = step.paced
+        if step.work.kind is StepKind.DECODE and step.expected > 0 and (paced is None or result.ahead_seconds >= 0):
+            self._errors.append(result.seconds / step.expected)
         if paced is not None:
             self.last = replace(paced, ahead=result.ahead_seconds, launch=result.launch_seconds)
             self._leads[paced.alike].add(needed(self.last), paced.most)
 
-    def _expected_end(self, cost: CostModel) -> float | None:
+    def _expected_end(self) -> float | None:
         """Of the one step in flight, where it decodes alone, and enough such have shown how good the fit is."""
         if len(self._flights) != 1 or len(self._errors) < RECENT:
             return None
-        _, work, launched_at, _, _ = self._flights[0]
-        if work.kind is not StepKind.DECODE:
+        step = self._flights[0]
+        if step.work.kind is not StepKind.DECODE:
             return None
-        return max(self._ended_at, launched_at) + work.seconds(cost) * median(self._errors)
+        return max(self._ended_at, step.launched_at) + step.expected * median(self._errors)

@@ -182,7 +182,7 @@ def after(needed: list[float], *, starts: Callable[[int], bool] = lambda number:
 
 
 def release(pacing: Pacing, now: float, *, alike: bool = True) -> float | None:
-    return pacing.release_at(COST, now, alike=alike)
+    return pacing.release_at(now, alike=alike)
 
 
 def test_nothing_is_held_before_enough_is_known_nor_behind_a_prompt() -> None:
