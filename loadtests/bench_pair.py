@@ -40,7 +40,7 @@ import uvloop
 
 from headrace.values import PrefillTarget, SamplingParams
 from loadtests import vllm_pair
-from loadtests.hand_over_times import HandOver, hand_overs, step_seconds
+from loadtests.hand_over_times import HandOver, hand_overs, quantile, step_seconds
 from loadtests.launch_times import launch_rows
 from loadtests.one_rank import LLAMA_8B
 from loadtests.report import Report, Row, add_arguments
@@ -319,11 +319,6 @@ class Bench:
         )
         row = Row("handover_idle_2k_ms", quantile(samples, 0.5), "ms", "lower", samples=samples, note=parts)
         self.add(row)
-
-
-def quantile(samples: Sequence[float], fraction: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
 def make_model(shape: dict[str, Any]) -> pathlib.Path:

@@ -7,6 +7,7 @@ from functools import partial
 from random import Random
 from time import monotonic
 
+from headrace.config import HandoffConfig
 from headrace.values import PrefillTarget, SamplingParams
 from loadtests.open_loop.answers import Answer, Ask
 from loadtests.open_loop.client import Call, Served
@@ -17,9 +18,7 @@ from router.decisions.placement import Ask as PlacementAsk
 from router.decisions.placement import Placed, place
 from router.decisions.tenants import Targets
 from router.decisions.view import Views
-
-LOCAL_PREFILL_MAX_TOKENS = 64  # as handoff.local_prefill_max_tokens has it
-COUNT_EVERY_TOKENS = 64  # as router.requests does
+from router.requests import COUNT_EVERY_TOKENS
 
 
 @dataclass
@@ -117,7 +116,7 @@ class PlacedPools(Pools):
         asked = PlacementAsk(
             len(ask.prompt),
             ask.max_tokens,
-            local_prefill_max_tokens=LOCAL_PREFILL_MAX_TOKENS,
+            local_prefill_max_tokens=HandoffConfig().local_prefill_max_tokens,
             tie=self._random.random(),
             ttft_seconds=self.targets.ttft_seconds,
             tpot_seconds=self.targets.tpot_seconds,

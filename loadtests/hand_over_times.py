@@ -62,6 +62,11 @@ def step_seconds(worker: dict[str, Any], num_decodes: int) -> list[float]:
     ]
 
 
+def quantile(samples: Sequence[float], fraction: float) -> float:
+    """Of none 0."""
+    return sorted(samples)[min(len(samples) - 1, int(fraction * len(samples)))] if samples else 0.0
+
+
 def _by_what(worker: dict[str, Any]) -> dict[str, list[tuple[str, float]]]:
     by_what: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
     for what, key, at in worker["notes"]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from loadtests.hand_over_times import quantile
 from loadtests.report import Row
 
 AT_ITS_END = 1e-3
@@ -38,10 +39,10 @@ def _launches(pairs: Sequence[tuple[Any, Any]]) -> Row:
         plain = plain if arrives else lasted
         waited = sum(abs(step[6] - before[1]) < AT_ITS_END for before, step in chosen)
         parts.append(
-            f"{name}: p50 {_at(lasted, 0.5):.2f}, p99 {_at(lasted, 0.99):.2f} ms, {waited} of {len(chosen)} over within "
-            f"{AT_ITS_END * 1e3:g} ms of the end before"
+            f"{name}: p50 {quantile(lasted, 0.5):.2f}, p99 {quantile(lasted, 0.99):.2f} ms, {waited} of {len(chosen)} over "
+            f"within {AT_ITS_END * 1e3:g} ms of the end before"
         )
-    return Row("launch_ms", _at(plain, 0.5), "ms", "lower", note="; ".join(parts))
+    return Row("launch_ms", quantile(plain, 0.5), "ms", "lower", note="; ".join(parts))
 
 
 def _held(paced: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
@@ -54,25 +55,21 @@ def _held(paced: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> list[Row]:
     gaps = [max(step[0] - before[1], 0.0) for before, step in pairs]
     lasted = sum(step[0] - before[0] for before, step in pairs) or 1.0
     return [
-        Row("held_ms", _at(held, 0.5), "ms", "higher", samples=held, note=f"p99 {_at(held, 0.99):.2f} ms"),
+        Row("held_ms", quantile(held, 0.5), "ms", "higher", samples=held, note=f"p99 {quantile(held, 0.99):.2f} ms"),
         Row(
             "lead_ms",
-            _at(leads[True], 0.5),
+            quantile(leads[True], 0.5),
             "ms",
             "lower",
-            note=f"p99 {_at(leads[True], 0.99):.2f} ms; of other rows than before: "
-            f"p50 {_at(leads[False], 0.5):.2f}, p99 {_at(leads[False], 0.99):.2f} ms",
+            note=f"p99 {quantile(leads[True], 0.99):.2f} ms; of other rows than before: "
+            f"p50 {quantile(leads[False], 0.5):.2f}, p99 {quantile(leads[False], 0.99):.2f} ms",
         ),
         Row(
             "waited_fraction",
             len(waits) / len(paced),
             "",
             "lower",
-            note=f"of {len(paced)} steps; for p50 {_at(waits, 0.5):.2f}, p99 {_at(waits, 0.99):.2f} ms; by the device's "
-            f"clock between steps {sum(gaps) / lasted:.4f} of its time",
+            note=f"of {len(paced)} steps; for p50 {quantile(waits, 0.5):.2f}, p99 {quantile(waits, 0.99):.2f} ms; by the "
+            f"device's clock between steps {sum(gaps) / lasted:.4f} of its time",
         ),
     ]
-
-
-def _at(samples: Sequence[float], fraction: float) -> float:
-    return sorted(samples)[min(len(samples) - 1, int(fraction * len(samples)))] if samples else 0.0

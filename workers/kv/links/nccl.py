@@ -68,8 +68,7 @@ def link(endpoint: str, pool: KvPool, seconds: float) -> Link:
 
 
 def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
-    cut = CUT
-    return lambda pair, me: NcclCarrier(pool, NcclPair(pool.tensor.device, pair, me, seconds), cut)
+    return lambda pair, me: NcclCarrier(pool, NcclPair(pool.tensor.device, pair, me, seconds), CUT)
 
 
 class NcclPair:
