@@ -6,8 +6,8 @@ virtual workers behind production's placement.
     python -m loadtests.disagg --judge "2 × H200 by the model" --state RUNS --out docs/benchmarks/disagg-sim-h200.json
 
 Deployments are named as there; placement is production's for all of them, and knows targets where an SLO is named, or with
-`--least-load` the bench's own. How well the model knows GPUs is in docs/planning.md. It has no gaps between tokens: `smooth`
-is judged without them.
+`--least-load` the bench's own. How well the model knows GPUs is in docs/planning.md. It has no gaps between tokens:
+`smooth` is judged without them.
 """
 
 import argparse
