@@ -2,13 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import REGISTRY
+
+from headrace.blocks import BlockHasher
 from headrace.clock import Clock, SystemClock
-from headrace.values import SamplingParams
+from headrace.keys import Event, EventKind, Snapshot
+from headrace.values import FinishReason, Request, Role, SamplingParams
 from router.decision_log import Note
 from router.decisions.admission import Admission, Rules
 from router.decisions.caches import Caches
@@ -21,7 +25,9 @@ from router.mailbox import Pacer
 from router.requests import Requests
 from router.sessions import Sessions
 from router.text.detokenize import Characters, Pieces, TextStream
-from tests.null_worker import NullWorker
+from tests.null_worker import NullWorker, worker_info
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 PIECES = Pieces(lambda token_id: chr(token_id).encode())
 
@@ -101,3 +107,29 @@ async def stage(
 
 async def collect(stream: AsyncIterator[Piece]) -> list[Piece]:
     return [piece async for piece in stream]
+
+
+def ids(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+async def begin(on: Stage, worker: NullWorker, **fields: Any) -> tuple["asyncio.Task[list[Piece]]", Request]:
+    """A stream that is collected in the background, and its request as it reached the worker."""
+    task = asyncio.create_task(collect(on.requests.stream(job(**fields))))
+    return task, await asyncio.wait_for(worker.submits.get(), 10)
+
+
+def pair() -> tuple[NullWorker, NullWorker]:
+    return NullWorker(worker_info("p", Role.PREFILL)), NullWorker(worker_info("d", Role.DECODE))
+
+
+def promise(on: Stage, worker: NullWorker, tokens: Sequence[int]) -> None:
+    """Lets the index say that the worker holds these."""
+    same = worker.info.compatibility
+    hasher = BlockHasher(revision=same.revision, kv_format=same.kv_format, block_size=same.block_size)
+    held = Event.of(EventKind.STORED, hasher.chain(tokens))
+    on.index.load(worker.info.worker_id, Snapshot(1, 1, (held,) if held.num_blocks else ()))
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0

@@ -16,7 +16,7 @@ from router.decisions.placement import Ask, place
 from router.decisions.record import Decision, from_line
 from router.decisions.view import View
 from tests.unit.router.decisions.test_placement import d, p
-from tests.unit.router.test_requests import metric
+from tests.unit.router.stage import metric
 
 VIEW = View((p("p"), d("d")))
 

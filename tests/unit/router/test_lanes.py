@@ -15,8 +15,7 @@ from headrace.values import FinishReason, Role, Timeline, Usage
 from router.decisions.revisions import Revisions
 from router.flight import Served
 from tests.null_worker import NullWorker, worker_info
-from tests.unit.router.stage import Stage, collect, job, stage
-from tests.unit.router.test_requests import begin, ids
+from tests.unit.router.stage import Stage, begin, collect, ids, job, stage
 
 LENGTH = FinishReason.LENGTH
 ALL = Split(number=1, canary="v2", percent=100.0, beat=1)

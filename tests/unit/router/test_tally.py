@@ -11,8 +11,7 @@ from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
 from router.decisions.tenants import DEFAULT_TENANT, Targets, Tenant
 from tests.null_worker import NullWorker, worker_info
-from tests.unit.router.stage import collect, job, stage
-from tests.unit.router.test_requests import begin, ids, pair
+from tests.unit.router.stage import begin, collect, ids, job, pair, stage
 
 LENGTH = FinishReason.LENGTH
 

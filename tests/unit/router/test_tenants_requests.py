@@ -15,8 +15,7 @@ from router.decisions.quotas import Quotas
 from router.decisions.room import WORKER_BACKLOG
 from router.decisions.tenants import Targets, Tenancy, Tenant
 from tests.null_worker import NullWorker, worker_info
-from tests.unit.router.stage import Stage, collect, job, stage
-from tests.unit.router.test_requests import LENGTH, begin, ids, metric
+from tests.unit.router.stage import LENGTH, Stage, begin, collect, ids, job, metric, stage
 
 COST = CostModel(prefill_base_seconds=0.0, prefill_token_seconds=1e-4)
 
