@@ -1,18 +1,14 @@
 """What a worker measures, under the names of `headrace.metrics`. Owned by the worker's service; counts, decides nothing."""
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from functools import partial
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from headrace import metrics
 from headrace.errors import HeadraceError
-from headrace.values import BlockCounts, Role, Timeline, Usage
+from headrace.values import Timeline, Usage
 from workers.scheduling.work import StepWork
+from workers.watched import Now, Watched
 
 _STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _QUEUE_BUCKETS = tuple(0.001 * 2**at for at in range(15))
@@ -59,7 +55,7 @@ class Meters:
         self._query_tokens = Counter(
             metrics.PREFIX_QUERY_TOKENS, "Prompt tokens that were looked for.", registry=registry
         )
-        self._watched = _Watched()
+        self._watched = Watched()
         registry.register(self._watched)
         self._device_errors = Counter(
             metrics.DEVICE_ERRORS, "Errors of CUDA or NCCL that a step or a read met.", ["kind"], registry=registry
@@ -67,37 +63,10 @@ class Meters:
         for kind in DEVICE_FAULTS:  # a series that began with its first error would not be seen to grow by it
             self._device_errors.labels(kind)
         self._link_ends = Counter(metrics.LINK_ENDS, "Links to peers that ended.", ["kind"], registry=registry)
-        self._blocks = Gauge(metrics.KV_BLOCKS, "KV blocks by state.", ["state"], registry=registry)
-        self._in_flight = Gauge(metrics.IN_FLIGHT, "Requests that are here now.", ["state"], registry=registry)
-        self._tasks = Gauge(metrics.TASKS, "Tasks of the event loop.", registry=registry)
-        self._backlog = Gauge(
-            metrics.PREFILL_BACKLOG,
-            "Prompt tokens that are not computed yet: those of the steps under way too.",
-            registry=registry,
-        )
-        self._breaker = Gauge(metrics.REDIS_BREAKER, "1 while Redis is not waited for.", registry=registry)
 
-    def watch(
-        self,
-        blocks: Callable[[], BlockCounts],
-        in_flight: Mapping[str, Callable[[], int]],
-        preemptions: Callable[[], int],
-        backlog: Callable[[], int],
-        links: Callable[[], Mapping[tuple[str, str], int]],
-        identity: Callable[[], tuple[str, Role, str]],
-        breaker_open: Callable[[], bool],
-    ) -> None:
-        """What is looked up when somebody scrapes."""
-        for field in fields(BlockCounts):
-            self._blocks.labels(field.name).set_function(partial(_state, blocks, field.name))
-        loop = asyncio.get_running_loop()
-        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        for state, count in in_flight.items():
-            self._in_flight.labels(state).set_function(count)
-        its = self._watched
-        its.preemptions, its.links, its.identity = preemptions, links, identity
-        self._backlog.set_function(backlog)
-        self._breaker.set_function(breaker_open)
+    def watch(self, now: Callable[[], Now]) -> None:
+        """What is looked up when somebody scrapes; by the running event loop, whose state it is."""
+        self._watched.watch(now)
 
     def costs(self, per_hour: float) -> None:
         """What its GPUs cost, whatever they do."""
@@ -152,31 +121,6 @@ class Meters:
         """By the error's class: a closed set."""
         self._handoff_failures.labels(error.type).inc()
         self.failed(error)
-
-
-def _state(blocks: Callable[[], BlockCounts], name: str) -> float:
-    return float(getattr(blocks(), name))
-
-
-class _Watched(Collector):
-    """What is counted elsewhere, under names that are no gauges', and what a worker is just now."""
-
-    def __init__(self) -> None:
-        self.preemptions: Callable[[], int] = lambda: 0
-        self.links: Callable[[], Mapping[tuple[str, str], int]] = dict
-        self.identity: Callable[[], tuple[str, Role, str]] | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        preempted = CounterMetricFamily(metrics.PREEMPTIONS.removesuffix("_total"), "Sequences preempted.")
-        preempted.add_metric([], self.preemptions())
-        links = GaugeMetricFamily(metrics.LINKS, "Links to peers that are read.", labels=["kind", "state"])
-        for labels, number in self.links().items():
-            links.add_metric(labels, number)
-        info = GaugeMetricFamily(metrics.WORKER_INFO, "1, with what it is now.", labels=["worker", "role", "model"])
-        if self.identity is not None:
-            worker_id, role, model = self.identity()
-            info.add_metric([worker_id, role.value, model], 1)
-        yield from (preempted, links, info)
 
 
 def device_fault(error: BaseException | None) -> str | None:

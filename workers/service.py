@@ -43,6 +43,7 @@ from workers.scheduling.work import GRAPH_TOKENS, StepWork
 from workers.spans import Parts
 from workers.spec import WorkerSpec
 from workers.streams import TransferServicer, WorkerServicer
+from workers.watched import Now
 
 log = logging.getLogger(__name__)
 
@@ -162,16 +163,7 @@ class Worker:
                 lease_seconds=self._spec.lease_seconds,
                 draining=lambda: self._draining,
             )
-        store = self._store
-        self._meters.watch(
-            self.counts,
-            self._in_flight(),
-            lambda: self._scheduler.num_preemptions,
-            lambda: self.load().waiting_prefill_tokens,
-            self._peers.by_state,
-            lambda: (self._spec.worker_id, self._role, self._identity.compatibility.model),
-            lambda: store is not None and store.breaker_open,
-        )
+        self._meters.watch(self._now)
         if self._spec.engine.device == "cuda":
             watch_gpus(self._meters.registry)
             if self._spec.gpu_hour_price is not None:
@@ -268,16 +260,26 @@ class Worker:
     def counts(self) -> BlockCounts:
         return self._scheduler.counts()
 
-    def _in_flight(self) -> dict[str, Callable[[], int]]:
-        """What is here, by state: requests of routers and tickets of decode workers; of them, what waits, runs or is being
-        handed over."""
-        return {
-            "request": lambda: self._intake.num_live,
-            "ticket": lambda: self._source.num_tickets,
-            "waiting": lambda: self.load().num_waiting,
-            "running": lambda: self.load().num_running,
-            "handoff": lambda: self._intake.num_handoffs,
-        }
+    def _now(self) -> Now:
+        load = self.load()
+        return Now(
+            self._spec.worker_id,
+            self._role,
+            self._identity.compatibility.model,
+            self.counts(),
+            in_flight={
+                "request": self._intake.num_live,
+                "ticket": self._source.num_tickets,
+                "waiting": load.num_waiting,
+                "running": load.num_running,
+                "handoff": self._intake.num_handoffs,
+            },
+            links=self._peers.by_state(),
+            preemptions=self._scheduler.num_preemptions,
+            backlog=load.waiting_prefill_tokens,
+            breaker_open=self._store is not None and self._store.breaker_open,
+            tasks=len(asyncio.all_tasks()),
+        )
 
     @property
     def num_requests(self) -> int:

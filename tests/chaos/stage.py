@@ -198,7 +198,7 @@ class Stage:
 
     async def samples(self, url: str) -> Samples:
         """What is exposed there, by (name, value of its one label)."""
-        text = (await self.http.get(url)).text
+        text = (await self.http.get(url)).raise_for_status().text
         found: Samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

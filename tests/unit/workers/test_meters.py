@@ -1,15 +1,20 @@
+import asyncio
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace import metrics
 from headrace.errors import LinkClosed, TransferFailed, WorkerLost
+from headrace.values import BlockCounts, Role
 from tests.unit.workers.rig import a_pair, a_request
 from workers.gpu_figures import watch_gpus
 from workers.meters import Meters
+from workers.watched import Now
 
 
 async def test_a_pair_counts_its_steps_tokens_and_bytes() -> None:
@@ -66,6 +71,38 @@ async def test_case_56_a_prompt_counts_once_on_the_worker_that_computed_it() -> 
             }
             assert [sample.labels["role"] for sample in families[metrics.WORKER_INFO].samples] == [role]
             assert families[metrics.PREEMPTIONS.removesuffix("_total")].type == "counter"
+
+
+def now(**changed: object) -> Now:
+    as_it_is = Now("d0", Role.DECODE, "m", BlockCounts(), {"request": 3}, {}, 0, 0, breaker_open=False, tasks=1)
+    return replace(as_it_is, **changed)  # type: ignore[arg-type]
+
+
+async def test_what_a_scrape_shows_is_looked_up_by_the_loop_that_changes_it() -> None:
+    """A scrape's own thread met a set while the loop added to it, and the scraper got a server error."""
+    looked_in = []
+
+    def look() -> Now:
+        looked_in.append(threading.get_ident())
+        return now()
+
+    Meters(registry := CollectorRegistry()).watch(look)
+    shown = await asyncio.to_thread(generate_latest, registry)
+    assert f'{metrics.IN_FLIGHT}{{state="request"}} 3.0' in shown.decode()
+    assert looked_in == [threading.get_ident()]
+
+
+def test_a_scrape_of_a_loop_that_has_ended_shows_what_was_counted(caplog: pytest.LogCaptureFixture) -> None:
+    meters = Meters(registry := CollectorRegistry())
+
+    async def serve() -> None:
+        meters.watch(now)
+
+    asyncio.run(serve())
+    meters.link_ended("gloo")
+    assert registry.get_sample_value(metrics.LINK_ENDS, {"kind": "gloo"}) == 1
+    assert registry.get_sample_value(metrics.IN_FLIGHT, {"state": "request"}) is None
+    assert "no answer from the event loop" in caplog.text
 
 
 def test_an_error_of_cuda_or_nccl_counts_wherever_it_stands_in_the_chain() -> None:
