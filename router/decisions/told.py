@@ -28,14 +28,13 @@ class Brought:
     prefill_tokens: int
     n: int
 
-    def at_most(self, capacity: Capacity) -> "Brought":
-        """Of what others say no more than the worker can have of one request."""
-        most = capacity.max_context_tokens
+    def at_most(self, prefill: Capacity, decode: Capacity) -> "Brought":
+        """Of what others say no more than each of the two workers can have of one request."""
         return Brought(
             self.decode,
-            min(max(self.num_prompt_tokens, 0), most),
-            min(max(self.prefill_tokens, 0), most),
-            min(max(self.n, 0), capacity.max_num_seqs),
+            min(max(self.num_prompt_tokens, 0), decode.max_context_tokens),
+            min(max(self.prefill_tokens, 0), prefill.max_context_tokens),
+            min(max(self.n, 0), decode.max_num_seqs),
         )
 
 

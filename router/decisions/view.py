@@ -171,9 +171,11 @@ class Views:
 
     def told(self, told: Told, now: float) -> None:
         """Another router placed something."""
-        session, load = self._sessions.get(told.worker_id), told.load
-        if session is not None and load is not None and load.decode in self._sessions:
-            self._told.hear(told, load.at_most(session.info.capacity), now)
+        if (load := told.load) is None:
+            return
+        prefill, decode = self._sessions.get(told.worker_id), self._sessions.get(load.decode)
+        if prefill is not None and decode is not None:
+            self._told.hear(told, load.at_most(prefill.info.capacity, decode.info.capacity), now)
 
     def view(self) -> View:
         """The workers as they are believed to be now."""

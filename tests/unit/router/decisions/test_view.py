@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +93,19 @@ def test_of_what_others_tell_no_more_is_believed_than_a_worker_can_have() -> Non
     views.heard("w", None, 0.0)
     views.heard("w", session, 0.0)
     assert views.view().workers[0].load == Load(), "it began anew"
+
+
+def test_case_a_decode_worker_is_believed_to_be_loaded_by_its_own_limits() -> None:
+    """Eight samples counted as two where the worker that prefills has two rows, and their prompt as its context."""
+    views, capacity = Views(Ledger(), Health()), worker_info().capacity
+    few, many = (replace(capacity, max_num_seqs=rows, max_context_tokens=100 * rows) for rows in (2, 8))
+    for name, its in (("p", few), ("d", many)):
+        views.heard(name, Session(replace(worker_info(name), capacity=its)), 0.0)
+    views.told(Told("r", "p", (), 3.0, Brought("d", 500, 500, 8)), 0.0)
+    assert {worker.worker_id: worker.load for worker in views.view().workers} == {
+        "p": Load(num_waiting=1, waiting_prefill_tokens=200),
+        "d": Load(num_waiting=8, claimed_tokens=500),
+    }
 
 
 NAMES = st.sampled_from("abc")
