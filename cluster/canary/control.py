@@ -27,8 +27,8 @@ SETTLED_SECONDS = 30.0  # between writes of a canary of which nothing changes an
 
 class Canary:
     """Owns what it last knew of the canary, for when Redis loses it, and the deaths of workers that it has not counted yet.
-    Only a controller that leads calls turn(). `_held`: while what stands in Redis is of another version, how many workers
-    there are of each pool that has, or had, some of another revision than the file's."""
+    Only a controller that leads calls turn(). While what stands in Redis is of another version: `_whole`, of which
+    revisions the workers of each pool were when it last lacked none, and `_held`, what follows (see refilled())."""
 
     def __init__(self, config: ClusterConfig, store: Store) -> None:
         self._config = config
@@ -38,7 +38,8 @@ class Canary:
         self._evidence: Evidence | None = None
         self._room: int | None = None
         self._deaths: deque[tuple[str, str]] = deque()
-        self._held: dict[str, int] | None = None
+        self._whole: dict[str, Counter[str]] = {}
+        self._held: dict[str, tuple[str, int]] | None = None
         self._told: Split | None = None
         self._told_at = -inf
 
@@ -94,13 +95,17 @@ class Canary:
 
     def _hold(self, workers: Sequence[ObservedWorker]) -> None:
         if self._held is None:
+            self._whole = {}
             log.error(
                 "the canary's state in Redis was written by another version: until that one leads, or the key is deleted, "
-                "no worker is drained or flipped, and none starts in the place of one of another revision"
+                "no worker is drained or flipped, and none starts in the place of one whose settings are not known here"
             )
-        there = Counter(worker.pool for worker in workers if worker.phase in (WorkerPhase.STARTING, WorkerPhase.READY))
-        others = {worker.pool for worker in workers if worker.revision != STABLE}
-        self._held = {name: there[name] for name in others | (self._held or {}).keys()}
+        there = _revisions(workers)
+        self._whole |= {
+            pool: its for pool, its in there.items() if its.total() >= self._whole.get(pool, Counter()).total()
+        }
+        known = (STABLE,) if self._state is None else (STABLE, self._state.canary.revision)
+        self._held = refilled(self._whole, there, known)
 
     async def _evidence_of(self, state: State) -> Evidence:
         remembered = self._evidence
@@ -172,6 +177,8 @@ class Canary:
 
     def revision_of(self, pool: str) -> str:
         """That a worker of the pool would be started with now."""
+        if self._held is not None:
+            return self._held.get(pool, (STABLE, 0))[0]
         target = self.applied(Desired({})).pools.get(pool)
         if target is not None:
             return target.revision
@@ -187,13 +194,37 @@ class Canary:
         return its.model or config.model, its.engine, own or its.pools.get(pool)
 
 
-def held(desired: Desired, most: Mapping[str, int]) -> Desired:
-    """What is there stays, as where nothing is known of what is desired. A pool with workers of another revision than the
-    file's gets no more: which settings they would need nobody here can read."""
-    pools = {
-        name: replace(pool, replicas=min(pool.replicas, most.get(name, pool.replicas)))
-        for name, pool in desired.pools.items()
-    }
+def _revisions(workers: Sequence[ObservedWorker]) -> dict[str, Counter[str]]:
+    """How many workers each pool has of which. Those whose nodes go count as gone: another is started for each."""
+    found: dict[str, Counter[str]] = {}
+    for its in workers:
+        if its.phase in (WorkerPhase.STARTING, WorkerPhase.READY) and its.leaves_at is None:
+            found.setdefault(its.pool, Counter())[its.revision] += 1
+    return found
+
+
+def refilled(
+    whole: Mapping[str, Counter[str]], there: Mapping[str, Counter[str]], known: Sequence[str]
+) -> dict[str, tuple[str, int]]:
+    """Of each pool that had workers of another revision than the file's: of which revision workers are started there now,
+    and up to how many all of them are. A worker is followed by one of its own revision where that is `known`; of others
+    nobody here can read which settings they would need."""
+    found = {}
+    for pool, had in whole.items():
+        if had.keys() - {STABLE}:
+            has = there.get(pool, Counter())
+            lost = had - has
+            revision = next((its for its in known if lost[its]), STABLE)
+            found[pool] = revision, has.total() + lost[revision]
+    return found
+
+
+def held(desired: Desired, refill: Mapping[str, tuple[str, int]]) -> Desired:
+    """What is there stays, as where nothing is known of what is desired; pools of several revisions are refilled()."""
+    pools = dict(desired.pools)
+    for name, (revision, most) in refill.items():
+        if name in pools:
+            pools[name] = replace(pools[name], replicas=min(pools[name].replicas, most), revision=revision)
     return Desired(pools, trusted=False)
 
 

@@ -14,7 +14,7 @@ from cluster.canary.store import CanaryState, Found, encode_state
 from cluster.canary.values import Phase, State, written
 from cluster.controller import Controller
 from cluster.pools import Addresses, Progress
-from cluster.reconcile import Desired, DesiredPool, Observed, ObservedWorker, reconcile
+from cluster.reconcile import Desired, DesiredPool, Observed, ObservedWorker, Start, reconcile
 from cluster.state import ControlState, configured
 from headrace.clock import SystemClock
 from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
@@ -24,7 +24,7 @@ from headrace.leases import lease_fields
 from headrace.reports import RevisionCounts, RouterReport, encode_report
 from headrace.revisions import Split, decode_split
 from headrace.store import Store, connect
-from headrace.values import Role
+from headrace.values import STABLE, Role
 from tests.null_worker import worker_info
 from tests.unit.cluster.canary.world import CANARY, ITS, OWN, counted, worker
 from tests.unit.cluster.test_controller import Pools
@@ -198,15 +198,30 @@ async def test_case_a_state_of_another_version_ends_nothing(redis_url: str) -> N
             found = await its.redis.read()
             assert (found.foreign, json.loads(found.raw)) == (True, newer)
             assert await its.split() == told
-            seen = Observed(mixed, {})
-            assert reconcile(canary.applied(DESIRED), seen, 100.0) == []
-            await canary.turn(TOKEN, DESIRED, OWN[:1], 0.0)
-            assert reconcile(canary.applied(DESIRED), replace(seen, workers=OWN[:1]), 100.0) == [], "of which revision?"
+            assert reconcile(canary.applied(DESIRED), Observed(mixed, {}), 100.0) == []
             assert canary.num_gpus(mixed) == 1
         with pytest.raises(ConfigError, match="another version"):
             await its.redis.known()
         await its.store.call(lambda redis: redis.delete(Keys(its.config.name).canary))
         assert (await its.turn()).phase is Phase.LIVE
+
+
+async def test_case_a_pool_under_a_state_of_another_version_keeps_its_size(redis_url: str) -> None:
+    """Each death of a worker left its pool one smaller, of whichever revision it was: all are followed by their like, but
+    those whose settings this controller never read."""
+    async with a_world(redis_url) as its:
+        state = await its.turn()
+        newer = json.loads(encode_state(replace(state, phase=Phase.PROMOTING))) | {"pace": 2}
+        await its.store.call(lambda redis: redis.set(Keys(its.config.name).canary, json.dumps(newer)))
+        mixed = OWN[0], worker("decode", 1, "v2")
+        for canary, its_like in ((its.canary, [("decode-1", "v2")]), (its.another(), [])):
+            await canary.turn(TOKEN, DESIRED, mixed, 0.0)
+            for left, expected in ((mixed[1:], [("decode-0", STABLE)]), (mixed[:1], its_like), (mixed, [])):
+                await canary.turn(TOKEN, DESIRED, left, 0.0)
+                actions = reconcile(canary.applied(DESIRED), Observed(left, {}), 100.0)
+                assert [(start.worker_id, start.revision) for start in actions if isinstance(start, Start)] == expected
+                assert len(actions) == len(expected), "nobody ends for it"
+                assert canary.revision_of("decode") == (expected[0][1] if expected else STABLE), "as a rank's resources"
 
 
 async def test_case_a_canary_that_is_over_is_not_written_at_every_turn(redis_url: str) -> None:
