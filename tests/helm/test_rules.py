@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.config import EngineConfig
 from tests.conftest import ROOT
 from tests.helm.conftest import CHART, example, named, of_kind, rendered, tool
 from tests.measured import measured
@@ -31,9 +32,9 @@ GIVEN = {"release", "component", "instance", "job", "worker", "pool", "role", "l
 MEASURED = measured()
 
 
-def rule_groups() -> list[dict[str, Any]]:
+def rule_groups(*settings: str) -> list[dict[str, Any]]:
     """As the chart renders them."""
-    rules = of_kind(rendered(example("one-8-gpu-node")), "PrometheusRule")
+    rules = of_kind(rendered(example("one-8-gpu-node"), *settings), "PrometheusRule")
     return [group for rule in rules for group in rule["spec"]["groups"]]
 
 
@@ -86,6 +87,22 @@ def test_an_alert_leads_to_its_heading_in_the_runbook(alert: dict[str, Any]) -> 
 
 def test_the_runbook_has_no_alert_that_is_gone() -> None:
     assert set(re.findall(r"^### (Headrace\w+)$", RUNBOOK, re.MULTILINE)) == {alert["alert"] for alert in ALERTS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ((), 32768),  # the example's steps are of 8,192
+        (("config.engine.max_step_tokens=512",), 16384),
+        (("autoscaling.targets.backlogTokensPerWorker=9000",), 9000),
+    ],
+)
+def test_case_two_steps_under_way_are_no_full_backlog(settings: tuple[str, ...], tokens: int) -> None:
+    """16,384 were what a worker with steps of 8,192 computes while nothing waits: its pool counted as full."""
+    rules = [rule for group in rule_groups(*settings) for rule in group["rules"]]
+    pressure = next(rule["expr"] for rule in rules if rule.get("record") == "headrace_pool_pressure")
+    assert f'/ {tokens}, "signal", "backlog"' in pressure
+    assert 4 * EngineConfig().max_step_tokens <= 16384, "where the configuration says nothing"
 
 
 def test_no_word_of_the_rules_is_left_open() -> None:
