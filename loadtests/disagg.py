@@ -23,17 +23,19 @@ import json
 import pathlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from time import monotonic
 from typing import Any
 
 import uvloop
 
+from headrace.deployments import Deployment
+from headrace.generators import at_rate
 from headrace.traces import Prompts, TraceRow, read, within
 from headrace.values import PrefillTarget
 from loadtests.bench_pair import FULL, TINY, make_model, worker
-from loadtests.disagg_plan import Deployment, deployments_of, is_spent, rates_of
+from loadtests.disagg_plan import deployments_of, is_spent, named_deployment, rates_of
 from loadtests.disagg_pools import Place, PlacedPools, Pools
 from loadtests.judged import SLOS, TIGHT_TTFT_SECONDS, Point, by_tpot, crossover_ms, slo_of, verdicts
 from loadtests.open_loop.answers import Answer, Outcome, asks
@@ -44,13 +46,6 @@ from loadtests.worker_session import open_session
 from router.decisions.tenants import Targets
 
 WARMUP_FRACTION = 0.2
-
-
-def rows_at(rows: Sequence[TraceRow], rate: float, seconds: float) -> list[TraceRow]:
-    """So many seconds of the trace from its beginning, its time stretched to the rate: arrivals keep their shape."""
-    count = min(len(rows), max(2, round(rate * seconds)))
-    scale = (count - 1) / rate / rows[count - 1].seconds
-    return [replace(row, seconds=row.seconds * scale) for row in rows[:count]]
 
 
 def judged(answer: Answer) -> tuple[float, float | None, float | None] | None:
@@ -66,9 +61,6 @@ async def deployed(
     deployment: Deployment, shape: dict[str, Any], engine: dict[str, Any], *, on_gpus: bool
 ) -> AsyncIterator[Pools]:
     model = make_model(shape)
-    roles = ["prefill"] * deployment.num_prefill
-    roles += ["decode" if deployment.num_prefill else "unified"] * deployment.num_decode
-    chunks = [deployment.chunk] * deployment.num_prefill + [deployment.decode_chunk] * deployment.num_decode
     async with AsyncExitStack() as stack:
         started = await asyncio.gather(
             *(
@@ -77,15 +69,15 @@ async def deployed(
                         f"{role}{number}",
                         role,
                         model,
-                        {**engine, "max_step_tokens": chunk},
+                        {**engine, "max_step_tokens": deployment.step_tokens(role)},
                         str(number) if on_gpus else None,
                     )
                 )
-                for number, (role, chunk) in enumerate(zip(roles, chunks, strict=True))
+                for number, role in enumerate(deployment.roles)
             )
         )
         places = []
-        for number, (role, (address, _)) in enumerate(zip(roles, started, strict=True)):
+        for number, (role, (address, _)) in enumerate(zip(deployment.roles, started, strict=True)):
             session = await stack.enter_async_context(open_session(address, "bench"))
             await session.greeted()
             places.append(Place(session, PrefillTarget(f"{role}{number}", 1, address)))
@@ -143,7 +135,7 @@ class Bench:
         if isinstance(pools, PlacedPools) and deployment.targets:
             slo, _ = slo_of(deployment.targets, name)
             pools.targets = Targets(slo.ttft_seconds, slo.tpot_seconds)
-        chosen = rows_at(rows, rate, self.seconds)
+        chosen = at_rate(rows, round(rate * self.seconds), rate)
         heard = await run(asks(chosen, Prompts(int(self.shape["vocab_size"]))), pools)
         warm_up = heard.seconds * WARMUP_FRACTION
         point = Point(
@@ -240,7 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--traces", nargs="+", metavar="NAME=FILE", help="such as azure=FILE.csv mooncake=FILE.jsonl")
     parser.add_argument("--gpus", type=int, default=2, help="that the deployments share, where none are named")
-    parser.add_argument("--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D|1P1D+tight/256:2048")
+    parser.add_argument("--deployments", nargs="+", type=named_deployment, metavar="2U:512|1P1D|1P1D+tight/256:2048")
     parser.add_argument("--rates", nargs="+", type=float, help="requests a second, all GPUs")
     parser.add_argument("--run-seconds", type=float, default=20.0, help="of traffic, each run")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins later")

@@ -1,57 +1,30 @@
 """What disagg runs: which workers, at which rates, and when a rate says no more. Pure."""
 
 import argparse
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
+from headrace.deployments import Deployment
 from headrace.goodput import Slo
 from headrace.traces import TraceRow
 from loadtests.judged import SLOS, Point
 
-SPLIT_CHUNK = 2048
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
-DEPLOYMENT = re.compile(r"(?:(\d+)U|(\d+)P(\d+)D)(\+([a-z]*)(?:/(\d+))?)?(?::(\d+))?")
 # Of what the GPUs could prefill if they did nothing else: the knees of both given traces lie between 0.3 and 0.6.
 PREFILL_TOKENS_PER_SECOND = 40_000
 FRACTIONS = (0.2, 0.28, 0.34, 0.4, 0.46, 0.52, 0.6)
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """`num_prefill` 0: all workers do both. `placed`: by production's placement, which knows the targets of the SLO
-    `targets`, where it is one's name; decode workers' steps are then of at most `decode_chunk`."""
-
-    name: str
-    num_prefill: int
-    num_decode: int
-    chunk: int
-    decode_chunk: int
-    placed: bool = False
-    targets: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Deployment":
-        match = DEPLOYMENT.fullmatch(text)
-        if match is None:
-            raise argparse.ArgumentTypeError(
-                f"a deployment must be like 2U:512, 1P1D:4096 or 1P1D+tight/256, got {text}"
-            )
-        both, prefill, decode, placed, targets, decode_chunk, given = match.groups()
-        if (both and (not given or decode_chunk)) or (targets and targets not in SLOS):
-            raise argparse.ArgumentTypeError(
-                f"got {text}: chunks after a colon, and after a plus one of {', '.join(SLOS)}"
-            )
-        chunk = int(given or SPLIT_CHUNK)
-        counts = (0, int(both)) if both else (int(prefill), int(decode))
-        name = text.split(":")[0]
-        return cls(name, *counts, chunk, int(decode_chunk or chunk), placed is not None, targets or "")
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_prefill + self.num_decode
+def named_deployment(text: str) -> Deployment:
+    """As the command line has it."""
+    try:
+        found = Deployment.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if found.targets and found.targets not in SLOS:
+        raise argparse.ArgumentTypeError(f"got {text}: after a plus one of {', '.join(SLOS)}")
+    return found
 
 
 def deployments_of(num_gpus: int) -> list[Deployment]:

@@ -16,11 +16,13 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planning.measured import WARM_UP, bench_placement
+from cluster.planning.measured import WARM_UP, bench_placement, with_workers
 from cluster.simulation import cards
 from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.policies import POLICIES, Policy
 from cluster.simulation.results import Served, Tally
+from headrace.deployments import Deployment
+from headrace.generators import at_rate
 from headrace.traces import TraceRow, read, within
 from router.decisions.tenants import Targets
 
@@ -28,25 +30,14 @@ CONTEXT = 32_768
 Answer = tuple[float, float | None, None]
 
 
-def fleet_of(name: str, chunk: int, card: str, targets: Mapping[str, Targets]) -> Fleet:
-    """`2U`: of two workers that do both; `1P1D`: of one each; `1P1D+tight/256`: that know the targets of that name, and
-    decode in chunks of 256."""
-    pools, _, known = name.partition("+")
-    slo, _, decode_chunk = known.partition("/")
-    fleet = Fleet(cards.load(card), unified=1, max_step_tokens=chunk, decode_step_tokens=int(decode_chunk or chunk))
-    if slo:
-        fleet = replace(fleet, router=replace(fleet.router, targets=targets[slo]))
-    if pools.endswith("U"):
-        return replace(fleet, unified=int(pools[:-1]))
-    prefill, decode = map(int, pools[:-1].split("P"))
-    return replace(fleet, prefill=prefill, decode=decode, unified=0)
-
-
-def rows_at(rows: Sequence[TraceRow], rate: float, seconds: float) -> list[TraceRow]:
-    """The trace's beginning with its time stretched to the rate, as the bench plays it."""
-    chosen = rows[: max(2, round(rate * seconds))]
-    scale = (len(chosen) - 1) / rate / chosen[-1].seconds
-    return [replace(row, seconds=row.seconds * scale) for row in chosen]
+def fleet_of(deployment: Deployment, card: str, targets: Mapping[str, Targets]) -> Fleet:
+    """Its workers, and a router that knows its targets."""
+    fleet = replace(
+        with_workers(Fleet(cards.load(card), unified=1), deployment), decode_step_tokens=deployment.decode_chunk
+    )
+    if deployment.targets:
+        fleet = replace(fleet, router=replace(fleet.router, targets=targets[deployment.targets]))
+    return fleet
 
 
 def answers(rows: Sequence[TraceRow], fleet: Fleet, placement: Callable[[int], Policy]) -> list[Answer | None]:
@@ -73,7 +64,9 @@ def _targets(text: str) -> tuple[str, Targets]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--traces", nargs="+", metavar="NAME=FILE", required=True)
-    parser.add_argument("--deployments", nargs="+", metavar="2U:512|1P1D+tight/256:2048", required=True)
+    parser.add_argument(
+        "--deployments", nargs="+", type=Deployment.parse, metavar="2U:512|1P1D+tight/256:2048", required=True
+    )
     parser.add_argument("--rates", nargs="+", type=float, required=True, help="requests a second, all GPUs")
     parser.add_argument("--targets", nargs="*", type=_targets, default=[], metavar="NAME=TTFT,TPOT", help="seconds")
     parser.add_argument("--card", default="h200", choices=cards.names())
@@ -84,15 +77,16 @@ def main() -> None:
     placement = bench_placement if arguments.least_load else POLICIES["ours"]
     for trace, path in (each.split("=", 1) for each in arguments.traces):
         rows, too_long = within(read(pathlib.Path(path)), CONTEXT)
-        for name, chunk in (each.split(":") for each in arguments.deployments):
-            fleet = fleet_of(name, int(chunk), arguments.card, dict(arguments.targets))
+        for deployment in arguments.deployments:
+            name, chunk = deployment.name, deployment.chunk
+            fleet = fleet_of(deployment, arguments.card, dict(arguments.targets))
             for rate in arguments.rates:
-                chosen = rows_at(rows, rate, arguments.run_seconds)
+                chosen = at_rate(rows, round(rate * arguments.run_seconds), rate)
                 found = answers(chosen, fleet, placement)
                 run = {
                     "trace": trace,
                     "deployment": name,
-                    "chunk": int(chunk),
+                    "chunk": chunk,
                     "num_gpus": fleet.num_workers,
                     "rate": rate,
                     "seconds": (1 - WARM_UP) * chosen[-1].seconds,

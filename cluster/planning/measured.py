@@ -28,9 +28,11 @@ from cluster.simulation.policies import Simple, prompt_load, sequence_load
 from cluster.simulation.results import Served, Tally
 from headrace import traces
 from headrace.costmodel import CostModel
+from headrace.deployments import Deployment
+from headrace.generators import at_rate
 from headrace.goodput import Slo, percentiles
 from headrace.traces import TraceRow
-from headrace.values import ParallelLayout
+from headrace.values import ParallelLayout, Role
 from router.decisions.view import WorkerView
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -66,8 +68,7 @@ def rows_of(run: Mapping[str, Any], files: Mapping[str, pathlib.Path]) -> list[T
     count = round(run["seconds"] / (1 - WARM_UP) * run["rate"]) + 1
     if count > len(rows):
         raise SystemExit(f"{run['trace']}: the run played {count} rows, and {files[run['trace']]} has {len(rows)}")
-    scale = (count - 1) / run["rate"] / rows[count - 1].seconds
-    return [replace(row, seconds=row.seconds * scale) for row in rows[:count]]
+    return at_rate(rows, count, run["rate"])
 
 
 def fleet_of(run: Mapping[str, Any], gpu_name: str) -> Fleet:
@@ -76,13 +77,14 @@ def fleet_of(run: Mapping[str, Any], gpu_name: str) -> Fleet:
     found = budget(BASIS, gpu, ParallelLayout(), precision, context_tokens=8192)
     assert isinstance(found, Budget)
     worker = worker_of(BASIS, gpu, found, precision, num_links=1, max_num_seqs=256, max_step_tokens=run["chunk"])
-    fleet = Fleet(card(worker, gpu_name), unified=1, max_step_tokens=run["chunk"])
+    fleet = Fleet(card(worker, gpu_name), unified=1)
     fleet = replace(fleet, router=replace(fleet.router, local_prefill_max_tokens=0))
-    name = run["deployment"]
-    if name.endswith("U"):
-        return replace(fleet, unified=int(name[:-1]))
-    prefill, decode = name[:-1].split("P")
-    return replace(fleet, prefill=int(prefill), decode=int(decode), unified=0)
+    return with_workers(fleet, Deployment.parse(f"{run['deployment']}:{run['chunk']}"))
+
+
+def with_workers(fleet: Fleet, deployment: Deployment) -> Fleet:
+    prefill, decode, unified = map(deployment.roles.count, (Role.PREFILL, Role.DECODE, Role.UNIFIED))
+    return replace(fleet, prefill=prefill, decode=decode, unified=unified, max_step_tokens=deployment.chunk)
 
 
 def bench_placement(seed: int) -> Simple:

@@ -30,6 +30,14 @@ def scaled(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
     return [replace(row, seconds=row.seconds / factor) for row in rows]
 
 
+def at_rate(rows: list[TraceRow], num_requests: int, per_second: float) -> list[TraceRow]:
+    """The first so many requests, as far as there are, and at least two; their time is stretched to the rate, so that
+    arrivals keep their shape."""
+    chosen = rows[: max(2, num_requests)]
+    scale = (len(chosen) - 1) / per_second / chosen[-1].seconds
+    return [replace(row, seconds=row.seconds * scale) for row in chosen]
+
+
 def rate(rows: list[TraceRow]) -> float:
     """Requests a second, on average."""
     seconds = rows[-1].seconds - rows[0].seconds

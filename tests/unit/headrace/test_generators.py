@@ -20,6 +20,13 @@ def test_a_shape_has_as_many_requests_at_the_rate_asked_for_and_is_the_same_each
     assert rows == generators.generate(shape, 2000, 20.0, seed=3)
 
 
+def test_the_beginning_of_a_trace_comes_at_the_rate_asked_for_in_its_own_shape() -> None:
+    rows = [TraceRow(n, seconds, 10, 5) for n, seconds in enumerate((0.0, 1.0, 4.0, 9.0))]
+    assert [row.seconds for row in generators.at_rate(rows, 3, 0.5)] == [0.0, 1.0, 4.0]
+    assert [row.seconds for row in generators.at_rate(rows, 0, 2.0)] == [0.0, 0.5], "one alone has no rate"
+    assert len(generators.at_rate(rows, 9, 1.0)) == 4
+
+
 def test_nine_of_ten_share_the_hot_prefix() -> None:
     rows = generators.generate("hot-prefix", 2000, 20.0)
     prefixes = Counter(row.prefix_ids for row in rows)

@@ -1,24 +1,20 @@
 import argparse
+from functools import partial
 
 import pytest
 
+from headrace.deployments import Deployment
 from headrace.traces import TraceRow
-from loadtests.disagg_plan import CHUNKS, Deployment, deployments_of, is_spent, rates_of
+from loadtests.disagg_plan import CHUNKS, deployments_of, is_spent, named_deployment, rates_of
 from loadtests.judged import Point
 
 
-def test_a_deployment_is_read_as_it_is_written() -> None:
-    assert Deployment.parse("2U:512") == Deployment("2U", 0, 2, 512, 512)
-    assert Deployment.parse("3P1D") == Deployment("3P1D", 3, 1, 2048, 2048)
-    assert Deployment.parse("1P1D:4096") == Deployment("1P1D", 1, 1, 4096, 4096)
-    assert Deployment.parse("1P1D+") == Deployment("1P1D+", 1, 1, 2048, 2048, placed=True)
-    assert Deployment.parse("1P1D+tight/256:1024") == Deployment("1P1D+tight/256", 1, 1, 1024, 256, True, "tight")
-    assert Deployment.parse("2U+code:256") == Deployment("2U+code", 0, 2, 256, 256, True, "code")
+def test_a_deployment_is_refused_where_no_slo_has_its_name() -> None:
+    assert named_deployment("1P1D+tight/256:1024").targets == "tight"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"\+soon: after a plus one of chat"):
+        named_deployment("1P1D+soon")
     with pytest.raises(argparse.ArgumentTypeError, match="got 2U"):
-        Deployment.parse("2U")
-    for unknown in ("1P1D+soon", "2U+/64:256", "1P1D/256", "1P1D:"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            Deployment.parse(unknown)
+        named_deployment("2U")
 
 
 def test_four_gpus_are_split_in_every_way_and_one_pool_of_them_is_tuned() -> None:
@@ -42,8 +38,8 @@ def at(rate: float, met: int) -> Point:
 
 
 def test_rates_are_raised_until_every_slo_has_lost_goodput_twice() -> None:
-    deployment = Deployment.parse("2U:512")
-    assert not is_spent([at(1, 50), at(2, 40)], "t", deployment)
-    assert not is_spent([at(1, 50), at(2, 40), at(3, 45)], "t", deployment)
-    assert is_spent([at(3, 30), at(1, 50), at(2, 40)], "t", deployment), "by rate, in whatever order they were run"
+    spent = partial(is_spent, trace="t", deployment=Deployment.parse("2U:512"))
+    assert not spent([at(1, 50), at(2, 40)])
+    assert not spent([at(1, 50), at(2, 40), at(3, 45)])
+    assert spent([at(3, 30), at(1, 50), at(2, 40)]), "by rate, in whatever order they were run"
     assert not is_spent([at(3, 30), at(1, 50), at(2, 40)], "t", Deployment.parse("2U:256"))

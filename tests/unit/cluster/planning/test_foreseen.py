@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from cluster.planning import foreseen
+from headrace.deployments import Deployment
 from headrace.values import Role
 from loadtests.judged import Point, verdicts
 from router.decisions.tenants import Targets
@@ -12,11 +13,11 @@ from router.decisions.tenants import Targets
 
 def test_a_deployment_is_the_fleet_that_its_name_says() -> None:
     known = {"tight": Targets(1.0, 0.012)}
-    fleet = foreseen.fleet_of("1P3D+tight/256", 2048, "h200", known)
+    fleet = foreseen.fleet_of(Deployment.parse("1P3D+tight/256:2048"), "h200", known)
     assert (fleet.prefill, fleet.decode, fleet.unified, fleet.router.targets) == (1, 3, 0, known["tight"])
     assert [fleet.machine(role).scheduler.max_step_tokens for role in (Role.PREFILL, Role.DECODE)] == [2048, 256]
     assert [fleet.info("w", role).capacity.max_step_tokens for role in (Role.PREFILL, Role.DECODE)] == [2048, 256]
-    pool = foreseen.fleet_of("2U", 512, "h200", known)
+    pool = foreseen.fleet_of(Deployment.parse("2U:512"), "h200", known)
     assert (pool.num_workers, pool.unified, pool.step_tokens(Role.UNIFIED), bool(pool.router.targets)) == (
         2,
         2,
