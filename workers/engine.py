@@ -170,9 +170,7 @@ class Engine:
     async def _hold(self, pacing: Pacing, flight: _Flight) -> None:
         """Until it is time for the next step; at the latest until this one has landed. What comes meanwhile may want more
         time."""
-        landed = asyncio.wrap_future(flight.result)
-        landed.add_done_callback(self._stirred)
-        while not landed.done():
+        while not flight.result.done():
             self._stir.clear()
             now = self.clock.now()
             release_at = pacing.release_at(now, alike=not self.scheduler.starting)
@@ -184,11 +182,6 @@ class Engine:
                     continue
             break
 
-    def _stirred(self, landed: asyncio.Future[StepResult]) -> None:
-        if not landed.cancelled():
-            landed.exception()  # is raised where it lands
-        self._stir.set()
-
     async def _launch(self, plan: StepPlan, listener: Listener, began: float) -> _Flight:
         if self._busy_since is None:
             self._busy_since = self.clock.now()
@@ -196,15 +189,18 @@ class Engine:
         result = self.executor.step(plan)
         flight = _Flight(plan, StepWork.of(plan), result)
         if self.pacing is not None:
-            result.add_done_callback(partial(self._ended, flight))
+            result.add_done_callback(partial(self._ended, asyncio.get_running_loop(), flight))
             now, starts = self.clock.now(), bool(plan.starts)
             self.pacing.launched(plan.number, flight.work, self.cost, began, now, starts=starts)
         for chunk in self.scheduler.take_ahead():
             listener.on_chunk(chunk)
         return flight
 
-    def _ended(self, flight: _Flight, result: Future[StepResult]) -> None:
+    def _ended(self, loop: asyncio.AbstractEventLoop, flight: _Flight, result: Future[StepResult]) -> None:
+        """In a rank's thread."""
         flight.ended_at = self.clock.now()
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._stir.set)
 
     async def _land(self, flight: _Flight) -> StepResult:
         try:

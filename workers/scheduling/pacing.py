@@ -10,8 +10,9 @@ wait for the device whatever they are given. To cover all of it holds nothing, e
 IDLE_FRACTION, steps of other rows have a lead of their own, and what a launch waited for the device is not what it needed.
 """
 
+from bisect import insort
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -32,22 +33,29 @@ class Lead:
     """The time kept in hand for one sort of steps. Owned by a Pacing."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._needed: deque[float] = deque(maxlen=WINDOW)
+        self._most: deque[float] = deque(maxlen=WINDOW)
+        self._rising: list[float] = []  # what is in _needed: to sort it for every step takes longer than all the rest
         self.seconds: float | None = None
 
     def add(self, needed: float, most: float) -> None:
         """A step should have been given `needed`; `most`, its predecessor's length, is all that it could have been: what
         it lacks then no lead gives."""
-        self._samples.append((min(max(needed, 0.0), most), most))
-        if len(self._samples) >= MIN_SAMPLES:
-            self.seconds = least_lead(self._samples)
+        if len(self._needed) == WINDOW:
+            self._rising.remove(self._needed[0])
+        self._needed.append(min(max(needed, 0.0), most))
+        self._most.append(most)
+        insort(self._rising, self._needed[-1])
+        if len(self._needed) >= MIN_SAMPLES:
+            self.seconds = least_lead(self._rising, sum(self._most))
 
 
-def least_lead(samples: Collection[tuple[float, float]]) -> float:
-    """The shortest with which the device would have waited for at most IDLE_FRACTION of these steps' time."""
-    total = -IDLE_FRACTION * sum([most for _, most in samples])
+def least_lead(rising: Sequence[float], step_seconds: float) -> float:
+    """The shortest with which the device would have waited for at most IDLE_FRACTION of all these steps' time. `rising`:
+    what each needed."""
+    total = -IDLE_FRACTION * step_seconds
     lead = 0.0
-    for count, needed in enumerate(sorted([needed for needed, _ in samples], reverse=True), 1):
+    for count, needed in enumerate(reversed(rising), 1):
         if needed <= lead:
             break
         total += needed
