@@ -113,8 +113,8 @@ plan-measured: setup  ## the planner's model beside what bench-disagg's runs did
 		--out docs/benchmarks/plan-measured-$(or $(CARD),h200).json
 	$(PY)/python -m cluster.simulation.cards.measure
 
-bench-link:  ## an nccl link between two CUDA devices: rate, memory, how it ends (GATE=1 fails on a miss)
-	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_link --scheme nccl \
+bench-link:  ## an nccl link between two CUDA devices: rate, memory, how it ends, and which settings are the fastest there (GATE=1 fails on a miss)
+	CUDA_VISIBLE_DEVICES=0 $(GPU_PYTHON) -m loadtests.bench_link --scheme nccl --sweep \
 		--out docs/benchmarks/link-$(or $(CARD),h200).json $(if $(GATE),--gate)
 
 bench-parallel:  ## tensor and pipeline parallel ranks on two CUDA devices, 70B shape cut to 20 layers (GATE=1 fails on a miss)

@@ -87,11 +87,17 @@ class PullShape:
 
 
 def pull_blocks(
-    source: Mapped, target: Mapped, source_blocks_I: Tensor, target_blocks_I: Tensor, shape: PullShape, tile: PullTile
+    source: Mapped,
+    target: Mapped,
+    source_blocks_I: Tensor,
+    target_blocks_I: Tensor,
+    shape: PullShape,
+    tile: PullTile,
+    part: slice | None = None,
 ) -> None:
-    """Starts the copy of one piece of every block (int32 numbers) on the current stream. `source` and `target` are
-    int32 words from the pools' first; target blocks are distinct."""
-    programs, numbers = _launch_of(shape, tile, source_blocks_I.shape[0])
+    """Starts the copy of one piece of every block (int32 numbers), or of a part of them, on the current stream. `source`
+    and `target` are int32 words from the pools' first; target blocks are distinct."""
+    programs, numbers = _launch_of(shape, tile, part or slice(0, source_blocks_I.shape[0]))
     arguments = source, target, source_blocks_I, target_blocks_I, *numbers
     _pull[(programs,)](*arguments, W=tile.words, num_warps=tile.num_warps)
 
@@ -106,26 +112,35 @@ class PullLauncher:
         self._compiled: dict[PullShape, Any] = {}
 
     def launch(
-        self, source: int, target: int, source_blocks: Tensor, target_blocks: Tensor, count: int, shape: PullShape
+        self,
+        source: int,
+        target: int,
+        source_blocks: Tensor,
+        target_blocks: Tensor,
+        part: slice,
+        shape: PullShape,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Of the first `count` numbers, between pools at these addresses, on the current stream."""
+        """Of the numbers of `part`, between pools at these addresses, on `stream` or the current one."""
         tile = self._tile
-        programs, numbers = _launch_of(shape, tile, count)
+        programs, numbers = _launch_of(shape, tile, part)
         compiled = self._compiled.get(shape)
         if compiled is None:
             arguments = MappedWords(source), MappedWords(target), source_blocks, target_blocks, *numbers
-            self._compiled[shape] = _pull[(programs,)](*arguments, W=tile.words, num_warps=tile.num_warps)
+            with torch.cuda.stream(stream):
+                self._compiled[shape] = _pull[(programs,)](*arguments, W=tile.words, num_warps=tile.num_warps)
         else:
-            stream = torch.cuda.current_stream().cuda_stream
+            handle = (stream or torch.cuda.current_stream()).cuda_stream
             addresses = source, target, source_blocks.data_ptr(), target_blocks.data_ptr()
-            compiled[(programs, 1, 1)](*addresses, *numbers, tile.words, stream=stream)
+            compiled[(programs, 1, 1)](*addresses, *numbers, tile.words, stream=handle)
 
 
-def _launch_of(shape: PullShape, tile: PullTile, num_blocks: int) -> tuple[int, tuple[int, ...]]:
+def _launch_of(shape: PullShape, tile: PullTile, part: slice) -> tuple[int, tuple[int, ...]]:
     """How many programs, and the kernel's numbers in its order."""
     chunks_per_run = -(-shape.run_words // tile.words)
-    num_chunks = num_blocks * shape.num_runs * chunks_per_run
+    num_chunks = (part.stop - part.start) * shape.num_runs * chunks_per_run
     return min(tile.num_programs, num_chunks), (
+        part.start,
         num_chunks,
         chunks_per_run,
         shape.num_runs,
@@ -146,12 +161,13 @@ def count_stale(epochs: Mapped, source_blocks_I: Tensor, expected_I: Tensor, sta
     _count_stale[(triton.cdiv(count, width),)](epochs, source_blocks_I, expected_I, stale_1, count, W=width)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "chunks_per_run", "num_runs"])
+@triton.jit(do_not_specialize=["first", "num_chunks", "chunks_per_run", "num_runs"])
 def _pull(
     SOURCE,
     TARGET,
     SOURCE_BLOCKS,
     TARGET_BLOCKS,
+    first,
     num_chunks,
     chunks_per_run,
     num_runs,
@@ -167,7 +183,7 @@ def _pull(
     w = tl.arange(0, W)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         run = chunk // chunks_per_run
-        index = run // num_runs
+        index = first + run // num_runs
         head = (run % num_runs).to(tl.int64)
         word_W = chunk % chunks_per_run * W + w
         held_W = word_W < run_words

@@ -1,7 +1,7 @@
 """How fast a rank reads a peer's blocks over a link between two processes of this machine, and what the link costs.
 
     python -m loadtests.bench_link [--scheme gloo | nixl]      # host memory, beside a bare TCP stream of the same bytes
-    python -m loadtests.bench_link --scheme nccl               # two GPUs, each process seeing its own
+    python -m loadtests.bench_link --scheme nccl [--sweep]     # two GPUs, each process seeing its own; settings too
 
 SCHEME_*_gbps        bytes over the time of `link.pull`, from the call to its return; blocks scattered on both sides
 SCHEME_form_ms       a link's first pull, of one block
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -128,11 +129,13 @@ class Source:
         self.process.communicate()
 
 
-def gigabytes_per_second(num_bytes: int, move: Callable[[], object]) -> list[float]:
+def gigabytes_per_second(num_bytes: int, move: Callable[[Any], object], prepare: Callable[[], Any]) -> list[float]:
+    """What `prepare` makes for each move is none of its time."""
     samples = []
     for _ in range(RUNS + 2):
+        prepared = prepare()
         began = time.perf_counter()
-        move()
+        move(prepared)
         samples.append(num_bytes / (time.perf_counter() - began) / 1e9)
     return samples[2:]
 
@@ -174,13 +177,15 @@ class Bench:
             room = memoryview(bytearray(self.scheme.num_blocks * HOST.block_bytes))
             for size in self.scheme.sizes:
                 num_bytes = size * self.scheme.slab.block_bytes
-                ours = gigabytes_per_second(num_bytes, partial(self.pull, link, size))
+                ours = gigabytes_per_second(num_bytes, partial(link.pull, piece=self.whole), partial(self.blocks, size))
                 label = f"{num_bytes >> 20}mib" if num_bytes >> 20 else f"{num_bytes >> 10}kib"
                 must, aim = (250.0, 330.0) if (name, label) == ("nccl", "512mib") else (None, None)
                 row = Row(f"{name}_{label}_gbps", statistics.median(ours), "GB/s", "higher", must, aim, ours)
                 if not self.scheme.on_gpu:
                     peer = statistics.median(
-                        gigabytes_per_second(num_bytes, partial(read_bare, bare, room[:num_bytes]))
+                        gigabytes_per_second(
+                            num_bytes, partial(read_bare, bare), partial(room.__getitem__, slice(num_bytes))
+                        )
                     )
                     row = Row(row.name, row.value, "GB/s", "higher", samples=ours, peer=peer, peer_name="bare TCP")
                 self.report.add(row)
@@ -254,6 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--scheme", choices=("gloo", "nccl", "nixl"), default="gloo")
     parser.add_argument("--source-device", default="1", help="the source's GPU, as CUDA_VISIBLE_DEVICES names it")
+    parser.add_argument("--sweep", action="store_true", help="of nccl: which settings are the fastest here, too")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -269,6 +275,10 @@ def main() -> int:
     bench = Bench(report, scheme, arguments.source_device)
     bench.rates()
     bench.ends()
+    if arguments.sweep and scheme.on_gpu:
+        from loadtests.link_sweep import sweep
+
+        sweep(report, arguments.source_device)
     code = report.close(arguments)
     sys.stdout.flush()
     os._exit(code)  # over threads that sit in calls of a communication library

@@ -184,4 +184,4 @@ def _pull(slab: SlabLayout, tuning: Tuning) -> None:
     layer_bytes = slab.layer_stride * slab.element_bytes
     shape = PullShape.of(layer_bytes, heads, layers, heads, layers, 0, 0, heads, 0, 0, layers)
     blocks = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=META)
-    PullLauncher(tuning.pull).launch(0, 0, blocks, blocks, NUM_BLOCKS, shape)
+    PullLauncher(tuning.pull).launch(0, 0, blocks, blocks, slice(0, NUM_BLOCKS), shape)

@@ -273,7 +273,8 @@ def check_pull(
         num_layers=layers[2],
     )
     numbers = [blocks.to(device, torch.int32) for blocks in (source_blocks, target_blocks)]
-    pull_blocks.pull_blocks(source, target, numbers[0], numbers[1], shape, tile)
+    for part in (slice(0, 2), slice(2, num_pulled)):
+        pull_blocks.pull_blocks(source, target, numbers[0], numbers[1], shape, tile, part)
     assert torch.equal(target, expected)
 
 

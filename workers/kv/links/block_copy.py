@@ -23,8 +23,8 @@ class Slabs(NamedTuple):
 
 
 class BlockCopy:
-    """On one device, by one thread at a time, one copy at a time. What has been copied when `run` or `wait` returns is
-    there for whatever is launched afterwards; what was started, for what is launched on `stream`."""
+    """On one device, by one thread at a time, in turn. What has been copied when `run` or `wait` returns is there for
+    whatever is launched afterwards; what was started, for what is launched on `stream`."""
 
     def __init__(self, device: torch.device, tile: PullTile | None = None) -> None:
         """`tile`: how the kernel is launched, where not as the card was tuned."""
@@ -39,24 +39,31 @@ class BlockCopy:
     def run(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
         """Blocks the calling thread until it is done."""
         try:
-            self.start(source, target, sources, targets, piece)
+            self.number(sources, targets)
+            self.start(source, target, slice(0, len(sources)), piece)
         finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
             self.wait()
 
-    def start(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
-        """Returns when it is launched: behind what was launched on `stream`. To be waited for before the next."""
+    def number(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Which blocks the next copies are of, in one transfer for all of them. What was started must be over."""
         count = len(sources)
         if count > self._room:
             self._make_room(2 * count)
         self._staged[:count] = array("i", sources)
         self._staged[self._room : self._room + count] = array("i", targets)
-        shape = _shape(source.slab, target.slab, piece)
         with torch.cuda.stream(self.stream):
             self._numbers.copy_(self._pinned, non_blocking=True)
-            try:
-                self._launcher.launch(source.address, target.address, self._sources, self._targets, count, shape)
-            finally:
-                self._done.record(self.stream)
+        self._done.record(self.stream)
+
+    def start(self, source: Slabs, target: Slabs, part: slice, piece: Piece) -> None:
+        """Of the blocks numbered `part`. Returns when it is launched: behind what was launched on `stream`."""
+        shape = _shape(source.slab, target.slab, piece)
+        try:
+            self._launcher.launch(
+                source.address, target.address, self._sources, self._targets, part, shape, self.stream
+            )
+        finally:
+            self._done.record(self.stream)
 
     def wait(self) -> None:
         """Until what was started is done; at once where nothing was."""

@@ -47,23 +47,26 @@ class GlooCarrier:
         self._pool = pool
         self._group = PairGroup(pair, me, seconds)
 
-    def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        return self._pool.read(blocks, piece)
+    def begin(self, blocks: Sequence[int], piece: Piece) -> None:
+        self._blocks, self._piece = blocks, piece
+
+    def read(self, part: slice) -> Tensor:
+        return self._pool.read(self._blocks[part], self._piece)
 
     def send(self, content: Tensor) -> Work:
         return self._group.send(content)
 
-    def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Work]:
-        slab = self._pool.slab
-        shape = (num_blocks, piece.num_heads, piece.num_layers, 2, slab.block_size, slab.head_dim)
+    def receive(self, part: slice) -> tuple[Tensor, Work]:
+        slab, piece = self._pool.slab, self._piece
+        shape = (part.stop - part.start, piece.num_heads, piece.num_layers, 2, slab.block_size, slab.head_dim)
         content = torch.empty(shape, dtype=self._pool.tensor.dtype)
         return content, self._group.receive(content)
 
     def finish(self, sent: Work) -> None:
         self._group.finish(sent)
 
-    def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
-        self._pool.write(targets, piece, content)
+    def write(self, part: slice, content: Tensor) -> None:
+        self._pool.write(self._blocks[part], self._piece, content)
 
     def settle(self) -> None:
         """Reads and writes are done when they return."""

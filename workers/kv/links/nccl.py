@@ -7,10 +7,11 @@ death: what waits in it ends when the pair closes, by an abort from another thre
 whole: nothing that NCCL may still write is the pool's.
 
 A message goes out behind its own gather and behind the message before it, in the order of the device: this process waits
-for neither, so that the link has the next one when it has done one. Each message's room has a stream of its own, for which
-NCCL's waits: the stream that computes is in nobody's way. What comes into a room next comes behind its last scatter on that
-stream, and what is gathered into it comes when its last message is gone: so all rooms but one hold messages under way, and
-the host has the time of two of them to come with the next.
+for neither, so that the link has the next one when it has done one. Gathers or scatters have a stream of their own, for
+which NCCL's waits: the stream that computes is in nobody's way. What comes into a room next comes behind its last scatter
+on that stream, and what is gathered into it comes when its last message is gone: so all rooms but one hold messages under
+way, and the host has the time of two of them to come with the next. All block numbers of a read go to the device at once:
+a message costs the host one launch of ours and one of NCCL's.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -43,38 +44,59 @@ from workers.kv.links.terms import ReadHook
 from workers.kv.pool import KvPool
 
 SCHEME = "nccl"
-CUT = Cut(message_bytes=64 * 2**20, depth=3)  # shorter first and last ones: measured, slower at 512 MiB
-COPY_PROGRAMS = 48  # of a gather or scatter: memory of our own is faster than a link
 LOOK_SECONDS = 2e-5
 FOR_EVER = timedelta(days=7)  # what takes too long is ended from here, not by NCCL's watchdog
 
 _forming = threading.Lock()
 
 
-def answer(pool: KvPool, seconds: float, hook: ReadHook | None = None) -> Answer:
+CUT = Cut(message_bytes=64 * 2**20, depth=3)  # shorter first and last messages: measured, slower at 512 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a link moves its messages, alike on both ends; `loadtests.bench_link --sweep` finds what is best on a host."""
+
+    cut: Cut = CUT
+    copy_programs: int = 48  # of a gather or scatter: memory of our own is faster than a link
+    thread_blocks: int | None = None  # of a send or receive; None: as NCCL thinks best
+
+
+SETTINGS = Settings()
+
+
+def answer(pool: KvPool, seconds: float, hook: ReadHook | None = None, settings: Settings = SETTINGS) -> Answer:
     """The source's end of each link. `seconds` bounds the wait for each of a peer's messages."""
-    return StagedSource(pool, _carriers(pool, seconds), CUT, hook).answer
+    return StagedSource(pool, _carriers(pool, seconds, settings), settings.cut, hook).answer
 
 
-def serve(pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None) -> KvServer:
+def serve(
+    pool: KvPool, host: str, seconds: float, hook: ReadHook | None = None, settings: Settings = SETTINGS
+) -> KvServer:
     """Opens `pool` to peers, over NCCL alone."""
-    return LinkServer(host, seconds, {SCHEME: answer(pool, seconds, hook)}, Place())
+    return LinkServer(host, seconds, {SCHEME: answer(pool, seconds, hook, settings)}, Place())
 
 
-def link(endpoint: str, pool: KvPool, seconds: float) -> Link:
+def link(endpoint: str, pool: KvPool, seconds: float, settings: Settings = SETTINGS) -> Link:
     """Reads into `pool`. `seconds` bounds forming, and the wait for each message of the peer."""
-    where, make = Endpoint.parse(endpoint), _carriers(pool, seconds)
-    return Link(StagedTransport(SCHEME, where, pool, seconds, make, CUT, dear=True))
+    where, make = Endpoint.parse(endpoint), _carriers(pool, seconds, settings)
+    return Link(StagedTransport(SCHEME, where, pool, seconds, make, settings.cut, dear=True))
 
 
-def _carriers(pool: KvPool, seconds: float) -> MakeCarrier:
-    return lambda pair, me: NcclCarrier(pool, NcclPair(pool.tensor.device, pair, me, seconds), CUT)
+def _carriers(pool: KvPool, seconds: float, settings: Settings) -> MakeCarrier:
+    def make(pair: Pair, me: int) -> NcclCarrier:
+        group = NcclPair(pool.tensor.device, pair, me, seconds, settings.thread_blocks)
+        return NcclCarrier(pool, group, me, settings)
+
+    return make
 
 
 class NcclPair:
     """A communicator of two; formed anew for every pair, and aborted with it. One thread uses it."""
 
-    def __init__(self, device: torch.device, pair: Pair, me: int, seconds: float) -> None:
+    def __init__(
+        self, device: torch.device, pair: Pair, me: int, seconds: float, thread_blocks: int | None = None
+    ) -> None:
         """Blocks until the peer is there. LinkClosed at once when the pair closes."""
         self.closing = pair.closing
         self.staging: list[Tensor] = []  # what NCCL may write until the abort is over: nobody else is given it before
@@ -86,6 +108,8 @@ class NcclPair:
             with _forming, _as_we_need():
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = FOR_EVER
+                if thread_blocks is not None:
+                    options.config.min_ctas = options.config.max_ctas = thread_blocks
                 group: Any = dist.ProcessGroupNCCL(pair.store, me, 2, options)
             abort = partial(_abort, group, self.staging)
             pair.closing.on_close(lambda: threading.Thread(target=abort, name="link-abort", daemon=True).start())
@@ -122,72 +146,64 @@ class NcclPair:
             raise self.closing.error()
 
 
-class Room:
-    """Staging for a message, and what gathers or scatters it, on a stream that NCCL's waits for."""
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Of `num_bytes`, or of more where a message has one block that is larger."""
-        self.copying = BlockCopy(device, replace(tuning_of(device).pull, num_programs=COPY_PROGRAMS))
-        self._device = device
-        self._num_bytes = num_bytes
-        self._memory: Tensor | None = None
-
-    def take(self, num_bytes: int, keep: list[Tensor]) -> Tensor:
-        """For the next message: what is launched on the room's stream for it comes behind the last one's scatter, and the
-        last one's gather is over, since it has been sent. What is new goes to `keep` too."""
-        if self._memory is None or self._memory.numel() < num_bytes:
-            self._memory = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, device=self._device)
-            # A step may have given this memory back before its kernels ran, for which neither this stream nor NCCL's waits.
-            torch.cuda.current_stream(self._device).synchronize()
-            keep.append(self._memory)
-        return self._memory[:num_bytes]
-
-
 class NcclCarrier:
     """Owns the staging: as many rooms as messages are under way at once, with the one that is gathered or scattered."""
 
-    def __init__(self, pool: KvPool, pair: NcclPair, cut: Cut) -> None:
+    def __init__(self, pool: KvPool, pair: NcclPair, me: int, settings: Settings) -> None:
         self._pool = pool
         self._pair = pair
+        self._me = me
+        self._cut = settings.cut
         self._own = Slabs(pool.tensor.data_ptr(), pool.slab)
-        self._rooms = deque(Room(pool.tensor.device, cut.message_bytes) for _ in range(cut.depth))
-        self._held: dict[int, Room] = {}  # by the address of its message
+        device = pool.tensor.device
+        self._copying = BlockCopy(device, replace(tuning_of(device).pull, num_programs=settings.copy_programs))
+        self._rooms = deque[Tensor | None]([None] * settings.cut.depth)
 
-    def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
-        content, room = self._next(len(blocks), piece)
-        room.copying.start(self._own, self._staged(content, piece), blocks, range(len(blocks)), _from_source(piece))
+    def begin(self, blocks: Sequence[int], piece: Piece) -> None:
+        """In a message blocks follow each other from its first on."""
+        slab = self._pool.slab
+        self._piece, self._block_bytes = piece, piece.num_bytes(slab)
+        self._staged = SlabLayout(piece.num_heads, piece.num_layers, slab.block_size, slab.head_dim, slab.element_bytes)
+        parts = self._cut.parts(len(blocks), self._block_bytes)
+        places = [place for part in parts for place in range(part.stop - part.start)]
+        self._copying.number(*((blocks, places) if self._me == SOURCE else (places, blocks)))
+
+    def read(self, part: slice) -> Tensor:
+        content = self._next(part)
+        self._copying.start(self._own, Slabs(content.data_ptr(), self._staged), part, _from_source(self._piece))
         return content
 
     def send(self, content: Tensor) -> Any:
-        with torch.cuda.stream(self._held[content.data_ptr()].copying.stream):
+        with torch.cuda.stream(self._copying.stream):
             return self._pair.send(content)
 
-    def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Any]:
-        content, room = self._next(num_blocks, piece)
-        with torch.cuda.stream(room.copying.stream):
+    def receive(self, part: slice) -> tuple[Tensor, Any]:
+        content = self._next(part)
+        with torch.cuda.stream(self._copying.stream):
             return content, self._pair.receive(content)
 
     def finish(self, sent: Any) -> None:
         self._pair.finish(sent)
 
-    def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
-        copying = self._held[content.data_ptr()].copying
-        copying.start(self._staged(content, piece), self._own, range(len(targets)), targets, _to_target(piece))
+    def write(self, part: slice, content: Tensor) -> None:
+        self._copying.start(Slabs(content.data_ptr(), self._staged), self._own, part, _to_target(self._piece))
 
     def settle(self) -> None:
-        for room in self._rooms:
-            room.copying.wait()
+        self._copying.wait()
 
-    def _next(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Room]:
-        """The room whose message is over for longest."""
-        room = self._rooms[0]
-        self._rooms.rotate(-1)
-        content = room.take(num_blocks * piece.num_bytes(self._pool.slab), self._pair.staging)
-        self._held[content.data_ptr()] = room
-        return content, room
-
-    def _staged(self, content: Tensor, piece: Piece) -> Slabs:
-        return Slabs(content.data_ptr(), _slab_of(self._pool.slab, piece))
+    def _next(self, part: slice) -> Tensor:
+        """The room whose message is over for longest: what is launched for the next one comes behind the last one's
+        scatter, and the last one's gather is over, since it has been sent. What is new is the pair's staging too."""
+        num_bytes = (part.stop - part.start) * self._block_bytes
+        room = self._rooms.popleft()
+        if room is None or room.numel() < num_bytes:
+            device = self._pool.tensor.device
+            room = torch.empty(max(num_bytes, self._cut.message_bytes), dtype=torch.uint8, device=device)
+            # A step may have given this memory back before its kernels ran, for which neither our stream nor NCCL's waits.
+            torch.cuda.current_stream(device).synchronize()
+            self._pair.staging.append(room)
+        self._rooms.append(room)
+        return room[:num_bytes]
 
 
 def try_out(pool: KvPool, source: int, target: int) -> None:
@@ -202,11 +218,6 @@ def try_out(pool: KvPool, source: int, target: int) -> None:
     )
     copying.run(own, staged, [source], [0], whole)
     copying.run(staged, own, [0], [target], whole)
-
-
-def _slab_of(slab: SlabLayout, piece: Piece) -> SlabLayout:
-    """How a message holds a piece: as a pool would that has these heads and layers alone."""
-    return SlabLayout(piece.num_heads, piece.num_layers, slab.block_size, slab.head_dim, slab.element_bytes)
 
 
 def _from_source(piece: Piece) -> Piece:

@@ -9,9 +9,11 @@ changes hands later all come: both ends know how many there are, and say nothing
 """
 
 import contextlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -52,7 +54,11 @@ class Carrier(Protocol):
     does not finish raises LinkClosed, at once when the pair closes. Reads and writes may be under way when the call
     returns."""
 
-    def read(self, blocks: Sequence[int], piece: Piece) -> Tensor:
+    def begin(self, blocks: Sequence[int], piece: Piece) -> None:
+        """The blocks at this end of what is moved next, of which parts are asked for; the last read has settled."""
+        ...
+
+    def read(self, part: slice) -> Tensor:
         """The source's part of a message, to be sent: it stays as it is until `depth` more are read, before the last of
         which it has been finished."""
         ...
@@ -61,7 +67,7 @@ class Carrier(Protocol):
         """Once it has been read."""
         ...
 
-    def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Sent]:
+    def receive(self, part: slice) -> tuple[Tensor, Sent]:
         """Room for a message, and its coming. It stays as it is until `depth` more are received, before the last of which
         it has been finished, and written where it is to be."""
         ...
@@ -70,7 +76,7 @@ class Carrier(Protocol):
         """Returns when the message is there, or is gone."""
         ...
 
-    def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
+    def write(self, part: slice, content: Tensor) -> None:
         """Into the pool."""
         ...
 
@@ -103,26 +109,26 @@ class StagedSource:
 
     def _read(self, pair: Pair, carrier: Carrier, request: Message) -> None:
         piece = Piece(**request["piece"])
-        blocks: list[int] = request["blocks"]
-        asked: list[int] = request["epochs"]
+        blocks, asked = _unpacked(request["blocks"]), _unpacked(request["epochs"])
         check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
         epochs, depth = self._epochs(blocks), self._cut.depth
         parts = self._cut.parts(len(blocks), piece.num_bytes(self._pool.slab))
         sending: deque[Sent] = deque()
         with contextlib.ExitStack() as settled:
             settled.callback(carrier.settle)
+            carrier.begin(blocks, piece)
             for part in parts if epochs == asked else parts[:depth]:
                 if len(sending) == depth:
                     carrier.finish(sending.popleft())
-                content = carrier.read(blocks[part], piece)
+                content = carrier.read(part)
                 if self._hook is not None:
                     carrier.settle()
                     for index in range(part.start, part.stop):
                         self._hook(index)
                 sending.append(carrier.send(content))
                 if part.start == 0:  # said while the first message is on its way
-                    pair.send({"epochs": epochs})
-        pair.send({"epochs": self._epochs(blocks)})
+                    pair.send({"epochs": _packed(epochs)})
+        pair.send({"epochs": _packed(self._epochs(blocks))})
         while sending:
             carrier.finish(sending.popleft())
 
@@ -170,24 +176,24 @@ class StagedTransport:
     def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         if not blocks:
             return 0
-        asked = [block.epoch for block in blocks]
-        targets = [block.target for block in blocks]
-        self._pair.send({"piece": asdict(piece), "blocks": [block.source for block in blocks], "epochs": asked})
+        sources, asked, targets, _ = zip(*blocks, strict=True)
+        self._pair.send({"piece": _told(piece), "blocks": _packed(sources), "epochs": _packed(asked)})
         assert self._carrier is not None
         carrier, block_bytes, depth = self._carrier, piece.num_bytes(self._pool.slab), self._cut.depth
         parts = self._cut.parts(len(blocks), block_bytes)
         coming: deque[tuple[slice, Tensor, Sent]] = deque()
 
         def await_one(part: slice) -> None:
-            coming.append((part, *carrier.receive(part.stop - part.start, piece)))
+            coming.append((part, *carrier.receive(part)))
 
         def take() -> None:
             part, content, sent = coming.popleft()
             carrier.finish(sent)
-            carrier.write(targets[part], piece, content)
+            carrier.write(part, content)
 
         with contextlib.ExitStack() as settled:
             settled.callback(carrier.settle)
+            carrier.begin(targets, piece)
             for part in parts[:depth]:
                 await_one(part)
             try:
@@ -207,8 +213,24 @@ class StagedTransport:
 
     def _check_epochs(self, blocks: Sequence[BlockPull]) -> None:
         """Against what the source says next."""
-        check_epochs(blocks, self._pair.next(self._seconds)["epochs"])
+        check_epochs(blocks, _unpacked(self._pair.next(self._seconds)["epochs"]))
 
     def release(self) -> None:
         """The pair closes with the link. Staging goes here: the link itself may be kept until somebody pulls again."""
         self._carrier = None
+
+
+@lru_cache(maxsize=64)
+def _told(piece: Piece) -> Message:
+    return asdict(piece)
+
+
+def _packed(numbers: Iterable[int]) -> str:
+    """As a message holds them: a list would take as long to write and to read as a kernel to launch."""
+    return array("q", numbers).tobytes().hex()
+
+
+def _unpacked(text: str) -> list[int]:
+    numbers = array("q")
+    numbers.frombytes(bytes.fromhex(text))
+    return numbers.tolist()

@@ -38,23 +38,27 @@ def test_nccl_which_reads_the_environment_with_its_first_message_finds_no_multic
 
 class LateCopy:
     """A BlockCopy over host memory that does nothing before it must: before what follows it on its stream, or is waited
-    for. Starting another before is what may not happen."""
+    for. Naming other blocks before is what may not happen."""
 
     def __init__(self, device: torch.device, tile: object) -> None:
         self.stream = self
-        self._started: Callable[[], object] | None = None
+        self._started: list[Callable[[], object]] = []
 
-    def start(self, source: Any, target: Any, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
-        assert self._started is None, "nobody waited for the last"
+    def number(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert not self._started, "nobody waited for the last"
+        self._numbers = list(sources), list(targets)
+
+    def start(self, source: Any, target: Any, part: slice, piece: Piece) -> None:
+        sources, targets = (numbers[part] for numbers in self._numbers)
         taken = slice(piece.source_head, piece.source_head + piece.num_heads)
         given = slice(piece.target_head, piece.target_head + piece.num_heads)
         read, written = _memory(source, max(sources) + 1), _memory(target, max(targets) + 1)
-        self._started = lambda: written[:, given].index_copy_(0, torch.tensor(targets), read[list(sources), taken])
+        self._started.append(lambda: written[:, given].index_copy_(0, torch.tensor(targets), read[sources, taken]))
 
     def wait(self) -> None:
-        started, self._started = self._started, None
-        if started is not None:
-            started()
+        started, self._started = self._started, []
+        for copy in started:
+            copy()
 
 
 def _memory(slabs: Any, num_blocks: int) -> torch.Tensor:
@@ -104,7 +108,7 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
     def carriers(pool: KvPool) -> Callable[[Pair, int], Any]:
         def make(pair: Pair, me: int) -> Any:
             made.append(GlooPair(pair, me))
-            return nccl.NcclCarrier(pool, made[-1], cut)
+            return nccl.NcclCarrier(pool, made[-1], me, nccl.Settings(cut))
 
         return make
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import weakref
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import pytest
@@ -69,17 +68,17 @@ class Counted(GlooCarrier):
         super().__init__(pool, pair, me, 10.0)
         self._notes = notes
 
-    def receive(self, num_blocks: int, piece: Piece) -> tuple[Tensor, Work]:
-        self._notes.append(f"await {num_blocks}")
-        return super().receive(num_blocks, piece)
+    def receive(self, part: slice) -> tuple[Tensor, Work]:
+        self._notes.append(f"await {part.stop - part.start}")
+        return super().receive(part)
 
     def finish(self, sent: Work) -> None:
         super().finish(sent)
         self._notes.append("came")
 
-    def write(self, targets: Sequence[int], piece: Piece, content: Tensor) -> None:
-        self._notes.append(f"write {len(targets)}")
-        super().write(targets, piece, content)
+    def write(self, part: slice, content: Tensor) -> None:
+        self._notes.append(f"write {part.stop - part.start}")
+        super().write(part, content)
 
 
 def test_what_is_awaited_before_the_epochs_are_known_is_dropped_where_they_moved_and_the_link_goes_on() -> None:
