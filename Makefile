@@ -65,6 +65,13 @@ bench-operate: setup  ## what it costs to run a cluster: controller, planner, lo
 gpu-test:  ## the kernels, the engine, the links and parallel ranks on one CUDA device or two, with the host's own Python
 	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
 
+gpu-day:  ## all that GPUs are for, in the order of its worth; each part once, within SECONDS=560 a call; goes on where it was cut (TRACES=… PEER="…" PAIR_PEER="…" PACK=FILE.tgz)
+	$(GPU_PYTHON) -m loadtests.gpu_day --seconds $(or $(SECONDS),560) $(if $(TRACES),--traces $(TRACES)) \
+		$(if $(PEER),--peer "$(PEER)") $(if $(PAIR_PEER),--pair-peer "$(PAIR_PEER)") $(if $(PACK),--pack $(PACK))
+
+bench-reshard:  ## pulls between 2×1 and 1×1 workers, on three CUDA devices (GATE=1 fails on a miss)
+	$(GPU_PYTHON) -m loadtests.bench_reshard --out docs/benchmarks/handoff-reshard-$(or $(CARD),h200).json $(if $(GATE),--gate)
+
 gpu-sanitize:  ## attention and the KV write under compute-sanitizer, on a host that allows it (fmha: the reference's own)
 	for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 		--kernel-name-exclude kernel_substring=fmha $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
@@ -127,4 +134,4 @@ bench-gpu:  ## the engine on one CUDA device, Llama-3.1-8B shape (PEER=another e
 bench-engine: setup  ## what scheduling, bookkeeping and KV blocks cost beside the model (TRACE=a file; GATE=1 fails on a miss)
 	$(PY)/python -m loadtests.bench_engine --out docs/benchmarks/engine-cpu.json $(if $(TRACE),--trace $(TRACE)) $(if $(GATE),--gate)
 
-.PHONY: gpu-test-multi gpu-again bench-pull-alone helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine
+.PHONY: gpu-day bench-reshard gpu-test-multi gpu-again bench-pull-alone helm-test helm-docs bench-disagg plan-measured bench-link bench-pair bench-gpu bench-operate bench-parallel bench-handoff bench-router bench-sim bench-stream gpu-sanitize gpu-test bench-kernels help setup protocol lint unit check test model demo bench-engine

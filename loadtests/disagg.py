@@ -19,6 +19,7 @@ crossover_TRACE_ms          the largest TPOT target at which two pools are bette
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import pathlib
 from collections.abc import AsyncIterator, Sequence
@@ -269,7 +270,9 @@ def main() -> int:
 
 def judge(points: Sequence[Point], hardware: str, arguments: argparse.Namespace) -> int:
     report = report_of(points, hardware)
-    if arguments.out is not None:
+    if arguments.out is not None and importlib.util.find_spec("matplotlib") is None:
+        print("  no curves: matplotlib is not installed here; --judge draws them from --state elsewhere", flush=True)
+    elif arguments.out is not None:
         draw(points, arguments.out.with_suffix(".png"))
     return report.close(arguments)
 
