@@ -10,7 +10,7 @@ from headrace.clock import ManualClock
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.edge.grpc_api import add_services, open_server
 from router.text.vocabulary import Text
-from tests.unit.router.edge.test_openai import CHAT, client_of
+from tests.unit.router.edge.edges import CHAT, client_of
 from tests.unit.router.scripted import Scripted, make_edge
 
 HEADER = "x-headrace-revision"
