@@ -30,7 +30,7 @@ from headrace.values import Role
 from tests.chaos.stage import until
 from tests.e2e.many_routers import BLOCK, ENGINE, Paced, a_router, samples, until_ready
 from tests.e2e.routers import CONTEXT, tiny_checkpoint, tokenizer_digest
-from tests.unit.cluster.test_controller import Pools
+from tests.unit.cluster.played_pools import Pools
 from tests.unit.workers.rig import COMPATIBILITY, HANDOFF, IDENTITY, a_worker
 from workers.identity import Identity
 from workers.spec import WorkerSpec

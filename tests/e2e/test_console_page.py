@@ -29,7 +29,7 @@ from tests.browser import browser
 from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.unit.cluster.canary.world import ITS, LIVE, counted
 from tests.unit.cluster.console.looks import recent, routed
-from tests.unit.cluster.console.test_planned import PLAN, turn
+from tests.unit.cluster.console.records import PLAN, turn
 from tests.unit.cluster.console.world import HOST, Described, World, described, listed, world
 from tests.unit.router.checkpoints import byte_level, write
 

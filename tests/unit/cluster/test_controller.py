@@ -2,68 +2,22 @@
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from cluster.controller import Controller
-from cluster.pools import Addresses, Adopted, Progress
 from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History
 from cluster.state import ControlState, configured
 from headrace.clock import Clock, ManualClock, SystemClock
 from headrace.config import ClusterConfig, PoolConfig
 from headrace.store import connect
 from headrace.values import Role
-from workers.spec import WorkerSpec
+from tests.unit.cluster.played_pools import Pools
 
 pytestmark = pytest.mark.redis
-
 CONFIG = ClusterConfig(model="m", pools={"decode": PoolConfig(role="decode", replicas=2)})
-
-
-@dataclass
-class Pools:
-    """Workers start at once, and drain when they are let go; what happens to them is noted in order."""
-
-    let_go: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-    happened: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    leaving: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def note(self, what: str) -> None:
-        self.happened.append(what)
-        self.changed.set()
-
-    async def until(self, *what: str) -> None:
-        async with asyncio.timeout(10):
-            while not set(what) <= set(self.happened):
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
-        self.note(f"{spec.worker_id} starts")
-        return Addresses("127.0.0.1:1", "127.0.0.1:1")
-
-    async def ended(self, worker_id: str, generation: int) -> str:
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("it ends by being removed")
-
-    async def drain(self, worker_id: str, generation: int) -> None:
-        self.note(f"{worker_id} drains")
-        await self.let_go[worker_id].wait()
-        self.note(f"{worker_id} is drained")
-
-    def remove(self, worker_id: str, generation: int) -> None:
-        self.note(f"{worker_id} is removed")
-
-    async def notices(self) -> dict[tuple[str, int], float]:
-        return self.leaving
-
-    async def adopt(self) -> list[Adopted]:
-        return []
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from headrace.values import Load, RequestKey
 from router.decisions.placement import Ask, place
 from router.decisions.record import Decision, to_line
 from router.decisions.view import View
-from tests.unit.router.decisions.test_placement import d, p
+from tests.unit.router.decisions.placing import d, p
 
 VIEW = View((p("p.1"), p("p2", load=Load(waiting_prefill_tokens=500)), d("d")))
 Run = Callable[..., Result]

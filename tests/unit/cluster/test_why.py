@@ -20,7 +20,7 @@ from router.decisions.placement import Ask, place
 from router.decisions.view import View
 from router.explanations import Explanation, Failure
 from router.stages import RequestTimeline
-from tests.unit.router.decisions.test_placement import d, p
+from tests.unit.router.decisions.placing import d, p
 
 
 class Routers:

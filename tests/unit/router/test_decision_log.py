@@ -15,7 +15,7 @@ from router.decision_log import MAX_QUEUED, DecisionLog, Rotating, decision_log,
 from router.decisions.placement import Ask, place
 from router.decisions.record import Decision, from_line
 from router.decisions.view import View
-from tests.unit.router.decisions.test_placement import d, p
+from tests.unit.router.decisions.placing import d, p
 from tests.unit.router.stage import metric
 
 VIEW = View((p("p"), d("d")))

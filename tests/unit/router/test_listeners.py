@@ -2,7 +2,7 @@ from headrace import wire
 from headrace.values import RequestKey
 from router.listeners import Listeners
 from router.mailbox import Mailbox, Pacer
-from tests.unit.router.test_mailbox import box
+from tests.unit.router.mailboxes import box
 
 
 class _Loop:

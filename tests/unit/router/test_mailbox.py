@@ -3,19 +3,9 @@ import asyncio
 import pytest
 
 from headrace.errors import InternalError, Overloaded, TransferFailed
-from headrace.values import FinishReason, RequestKey, SequenceOutput
+from headrace.values import FinishReason, SequenceOutput
 from router.mailbox import MAX_PENDING_OUTPUTS, WAKES_PER_TURN, GivenUp, Mailbox, Pacer, PeerFailed
-
-KEY = RequestKey("r")
-
-
-def output(number: int, finish: FinishReason | None = None) -> SequenceOutput:
-    return SequenceOutput(KEY, 0, (number,), number, finish=finish)
-
-
-def box(pacer: Pacer) -> Mailbox[list[SequenceOutput]]:
-    """One whose request takes the outputs as they are."""
-    return Mailbox(KEY, pacer, lambda outputs: outputs)
+from tests.unit.router.mailboxes import KEY, box, output
 
 
 class ManualLoop:

@@ -27,7 +27,7 @@ from headrace.store import Store, connect
 from headrace.values import STABLE, Role
 from tests.null_worker import worker_info
 from tests.unit.cluster.canary.world import CANARY, ITS, OWN, counted, worker
-from tests.unit.cluster.test_controller import Pools
+from tests.unit.cluster.played_pools import Pools
 from workers.spec import WorkerSpec
 
 pytestmark = pytest.mark.redis

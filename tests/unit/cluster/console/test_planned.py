@@ -12,39 +12,11 @@ from cluster.console.plan_file import PlanFile
 from cluster.console.planned import Measured, compared
 from cluster.console.pools import pools_of
 from cluster.growth import Growth
-from cluster.planning.load import Target
-from cluster.scaling.decide import decide
-from cluster.scaling.values import Inputs, PoolRules, PoolSeen, Recorded, Rules, Size, Traffic
+from cluster.scaling.values import Size
 from headrace.errors import ConfigError
-from headrace.values import ParallelLayout, Role
 from tests.unit.cluster.console.looks import growth, worker
-from tests.unit.cluster.scaling.world import WORKER
+from tests.unit.cluster.console.records import PLAN, turn
 
-PLAN: dict[str, Any] = {
-    "format": 1,
-    "asked": {"slo": {"attainment": 0.95}},
-    "traffic": {
-        "about": "made",
-        "mean_per_second": 1.0,
-        "sized_for_per_second": 2.0,
-        "input_tokens": 100.0,
-        "output_tokens": 10.0,
-        "hit_rate": 0.5,
-    },
-    "chosen": {
-        "kind": "disaggregated",
-        "gpu_type": "h200",
-        "pools": {"prefill": 1, "decode": 2, "unified": 0},
-        "num_gpus": 6,
-        "per_month": 6000.0,
-        "holds_in_simulation": True,
-        "predicted": {
-            "ttft_seconds": {"mean": 0.2},
-            "tpot_seconds": {"p50": 0.02},
-            "goodput_per_second": 1.9,
-        },
-    },
-}
 MINUTE = Growth(
     60.0,
     {"arrivals": 180, "prompt_tokens": 18_000, "cached_tokens": 4, "computed_tokens": 6, "ttft_seconds": 36.0},
@@ -100,16 +72,6 @@ def test_a_plan_is_read_again_when_its_file_changes_and_never_ends_a_console(tmp
     for content in ("{", "[]"):
         path.write_text(content, encoding="utf-8")
         assert isinstance(file.read(), ConfigError)
-
-
-def turn(number: int, at: float, desired: int) -> Recorded:
-    """A real decision, of one pool that serves nothing."""
-    rules = Rules(
-        {"decode": PoolRules(Role.UNIFIED, ParallelLayout(2, 1), 1, 4)}, Target(1.0, 0.1, 0.99), budget_gpus=8
-    )
-    seen = PoolSeen(Size(desired), WORKER, ready=desired)
-    inputs = Inputs(at, rules, {"decode": seen}, Traffic(routers=1))
-    return Recorded(number, inputs, decide(inputs), f"outcome {number}")
 
 
 def test_the_autoscaler_s_decisions_come_newest_first_with_their_ages_and_changes() -> None:

@@ -24,7 +24,7 @@ from headrace.store import connect
 from headrace.values import Load
 from router.text.vocabulary import Text
 from tests.unit.cluster.console.looks import recent, routed
-from tests.unit.cluster.console.test_planned import turn
+from tests.unit.cluster.console.records import turn
 from tests.unit.cluster.console.world import Described, World, described, listed, world
 
 DECODE = WorkerRecord("decode-0", "decode", 1, "decode", "tp1·pp1", "ready", 1.0, "127.0.0.1:1")

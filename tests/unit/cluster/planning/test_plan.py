@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from cluster.cli import cli
-from cluster.planning import asked, check, page, plan, plan_json, shapes, show
+from cluster.planning import asked, check, page, plan_json, shapes, show
 from cluster.planning.caveats import recorded
 from cluster.planning.gpus import find
 from cluster.planning.load import Pools, Target, Worker
@@ -27,33 +27,10 @@ from headrace.config import EngineConfig, PoolConfig
 from headrace.costmodel import CostModel
 from headrace.traces import TraceRow
 from headrace.values import ParallelLayout
+from tests.unit.cluster.planning.small import SMALL, made, with_traffic
 
 SAMPLE_TRACE = pathlib.Path(__file__).parents[4] / "examples" / "azure_sample.csv"
 EXAMPLE = pathlib.Path(__file__).parents[4] / "examples" / "plan.yaml"
-SMALL: dict[str, Any] = {
-    "model": "meta-llama/Llama-3.1-8B",
-    "gpus": [{"type": "h200", "price_per_hour": 3.0}],
-    "traffic": {
-        "requests_per_second": 6.0,
-        "input_tokens": {"mean": 1500, "cv": 0.5},
-        "output_tokens": {"mean": 40, "cv": 0.5},
-        "peak_to_mean": 1.5,
-    },
-    "slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.02},
-    "api": {"per_million_input": 0.5, "per_million_output": 1.5},
-    "simulate": {"requests": 150},
-}
-
-
-def made(**changes: object) -> Plan:
-    wanted = asked.parse({**SMALL, **changes})
-    model = shapes.known(wanted.model)
-    assert model is not None
-    return plan.make(wanted, model)
-
-
-def with_traffic(**changes: object) -> dict[str, object]:
-    return {"traffic": {**SMALL["traffic"], **changes}}
 
 
 @pytest.fixture(scope="module")

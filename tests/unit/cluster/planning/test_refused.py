@@ -14,7 +14,7 @@ from cluster.planning import asked, caveats, plan_json
 from cluster.planning.plan import Plan
 from cluster.planning.settle import described
 from headrace.errors import ConfigError, HeadraceError
-from tests.unit.cluster.planning.test_plan import SMALL, made, with_traffic
+from tests.unit.cluster.planning.small import SMALL, made, with_traffic
 
 MINE: dict[str, Any] = {
     "type": "mine",

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.simulation.cards import Card
-from cluster.simulation.fleet import Fleet, Simulation
+from cluster.simulation.fleet import Simulation
 from cluster.simulation.policies import POLICIES
 from cluster.simulation.results import Tally, summarise
 from cluster.simulation.router import COUNT_EVERY_TOKENS, RouterLimits
@@ -21,50 +20,8 @@ from headrace.traces import TraceRow
 from headrace.values import Role, Ticket
 from router.decisions.room import WORKER_BACKLOG
 from router.decisions.tenants import NO_TARGETS, Targets
+from tests.unit.cluster.simulation.small_fleet import CARD, MESSAGE, fleet, run, traffic
 from workers.virtual.worker import VirtualWorker
-
-COST = CostModel(
-    prefill_base_seconds=0.25,
-    prefill_token_seconds=0.001,
-    prefill_token_context_seconds=1e-6,
-    decode_base_seconds=0.125,
-    decode_sequence_seconds=0.01,
-    decode_context_token_seconds=1e-5,
-    transfer_base_seconds=0.0625,
-    transfer_bytes_per_second=1e6,
-)
-CARD = Card("test", "made up", COST, num_blocks=256, block_bytes=1000)
-MESSAGE = 0.03125
-
-
-def fleet(**changes: object) -> Fleet:
-    return replace(
-        Fleet(
-            CARD,
-            prefill=2,
-            decode=2,
-            block_size=16,
-            max_num_seqs=8,
-            max_step_tokens=128,
-            max_context_tokens=2048,
-            router=RouterLimits(local_prefill_max_tokens=16, message_seconds=MESSAGE),
-            graph_tokens=(),
-            landing_seconds=0.0,
-        ),
-        **changes,  # type: ignore[arg-type]
-    )
-
-
-def run(fleet: Fleet, rows: list[TraceRow], policy: str = "ours", seed: int = 0) -> tuple[Simulation, Tally]:
-    tally = Tally(fleet.roles)
-    simulation = Simulation(fleet, policy, tally, seed=seed)
-    simulation.run(rows)
-    return simulation, tally
-
-
-def traffic(num_requests: int = 80, per_second: float = 4.0) -> list[TraceRow]:
-    """Prompts of 1 to 8 blocks under 3 shared first blocks of 512 tokens, of up to 20 tokens of output."""
-    return [TraceRow(n, n / per_second, 520 + n * 37 % 128, 1 + n * 7 % 20, (n % 3,)) for n in range(num_requests)]
 
 
 def test_one_request_on_one_pair_takes_the_sum_of_its_terms() -> None:
@@ -257,7 +214,7 @@ def test_tokens_that_the_router_does_not_hear_of_change_nothing() -> None:
 def test_a_run_is_the_same_in_any_process() -> None:
     """Names hash differently in every process: nothing may follow the order of a set."""
     program = (
-        "from tests.unit.cluster.simulation.test_fleet import fleet, run, traffic\n"
+        "from tests.unit.cluster.simulation.small_fleet import fleet, run, traffic\n"
         "print([(s.number, s.decode, s.prefill, s.ended_at) for s in run(fleet(prefill=4, decode=4), traffic())[1].served])"
     )
     found = {

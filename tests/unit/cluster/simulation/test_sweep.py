@@ -6,7 +6,7 @@ from cluster.simulation import compare, sweep
 from headrace import generators
 from headrace.goodput import Slo
 from headrace.traces import TraceRow
-from tests.unit.cluster.simulation.test_fleet import fleet
+from tests.unit.cluster.simulation.small_fleet import fleet
 
 SLO = Slo(ttft_seconds=6.0, tpot_seconds=1.0)
 

@@ -1,52 +1,17 @@
 """The open loop under virtual time, before a server whose times are a script's."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from headrace.errors import InvalidRequest, Overloaded
 from headrace.traces import Prompts, TraceRow
 from loadtests.open_loop.answers import Answer, Ask, Outcome, Run, asks
-from loadtests.open_loop.client import Call, Served, Unreachable
+from loadtests.open_loop.client import Call, Unreachable
 from loadtests.open_loop.loop import GIVE_UP_AFTER, Progress, run
+from tests.unit.loadtests.open_loop.scripted import Scripted, tokens
 from tests.unit.loadtests.open_loop.virtual_loop import VirtualLoop, in_virtual_time
-
-
-class Scripted:
-    """Answers each request as its script says; `here` is whether anybody answers at all."""
-
-    def __init__(self, script: Callable[[Ask, Answer], Call] | None = None, here: bool = True) -> None:
-        self._script = script
-        self.here = here
-
-    async def served(self) -> Served:
-        if not self.here:
-            raise Unreachable("refused")
-        return Served("scripted", 0)
-
-    def prepare(self, ask: Ask) -> Call:
-        async def call(answer: Answer) -> None:
-            if not self.here:
-                raise Unreachable("refused")
-            if self._script is not None:
-                await self._script(ask, answer)(answer)
-
-        return call
-
-
-def tokens(first_after: float, gap: float) -> Callable[[Ask, Answer], Call]:
-    def script(ask: Ask, answer: Answer) -> Call:
-        async def call(answer: Answer) -> None:
-            await asyncio.sleep(first_after)
-            answer.hear(1)
-            for _ in range(ask.max_tokens - 1):
-                await asyncio.sleep(gap)
-                answer.hear(1)
-
-        return call
-
-    return script
 
 
 def traffic(times: Sequence[float], num_tokens: int = 3) -> list[Ask]:

@@ -18,7 +18,7 @@ from loadtests.open_loop.measures import Figure
 from loadtests.open_loop.plan import Plan, Source, Traffic
 from loadtests.open_loop.show import dry, shown, table
 from loadtests.open_loop.sweep import Folder, Point, result, sweep
-from tests.unit.loadtests.open_loop.test_loop import Scripted, tokens
+from tests.unit.loadtests.open_loop.scripted import Scripted, tokens
 from tests.unit.loadtests.open_loop.virtual_loop import VirtualLoop, in_virtual_time
 
 PLAN = Plan("http", "http://host", "m", rates=(200.0, 400.0, 800.0), requests=30, output_tokens=3, warmup=0.0)

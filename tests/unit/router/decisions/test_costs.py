@@ -11,7 +11,7 @@ from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.view import Views
 from tests.null_worker import worker_info
-from tests.unit.router.decisions.test_view import Session
+from tests.unit.router.decisions.placing import Session
 
 GUESS = CostModel()
 DECODES = replace(GUESS, decode_base_seconds=7e-3, decode_sequence_seconds=1e-5, decode_context_token_seconds=5e-8)

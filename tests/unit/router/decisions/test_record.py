@@ -8,8 +8,8 @@ from headrace.values import RequestKey
 from router.decisions.placement import Ask, place
 from router.decisions.record import VERSION, Decision, from_line, to_line
 from router.decisions.view import View
+from tests.unit.router.decisions.placing import d, p
 from tests.unit.router.decisions.strategies import decisions
-from tests.unit.router.decisions.test_placement import d, p
 
 KEY = RequestKey("router:1")
 

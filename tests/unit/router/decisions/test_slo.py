@@ -8,7 +8,7 @@ from router.decisions.placement import Ask, Pair, Placed, place
 from router.decisions.slo import MISS_SECONDS, TTFT_SAFE, costed, expected
 from router.decisions.streams import beside, tpot_beside
 from router.decisions.view import View, WorkerView
-from tests.unit.router.decisions.test_placement import ASK, COST, d, p, placed
+from tests.unit.router.decisions.placing import ASK, COST, d, p, placed
 
 
 def pair(

@@ -1,17 +1,18 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.costmodel import CostModel
 from headrace.errors import InternalError
-from headrace.values import Load, LoadReport, Role, WorkerInfo
+from headrace.values import Load, LoadReport, Role
 from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.told import ON_ITS_WAY_SECONDS, Brought, Told
 from router.decisions.view import View, Views, net_load, worker_view
 from tests.null_worker import worker_info
+from tests.unit.router.decisions.placing import Session
 
 
 def test_own_work_is_counted_once_and_others_as_reported() -> None:
@@ -46,13 +47,6 @@ def test_a_report_wins_over_hello_and_health_is_in_the_view() -> None:
     assert view.ejected_until == 6.0
     assert View((view,)).find("w") is view
     assert View((view,)).find("x") is None
-
-
-@dataclass
-class Session:
-    info: WorkerInfo
-    report: LoadReport | None = None
-    lost: str | None = None
 
 
 def test_what_another_router_placed_is_load_here_until_the_workers_report_it_themselves() -> None:

@@ -9,10 +9,7 @@ import pytest
 
 from headrace.client import AsyncClient
 from headrace.clock import SystemClock
-from headrace.errors import (
-    DeadlineExceeded,
-    RequestCancelled,
-)
+from headrace.errors import DeadlineExceeded, RequestCancelled
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.edge import common, grpc_api
 from router.edge.grpc_api import add_services, open_server

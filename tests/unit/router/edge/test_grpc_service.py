@@ -6,11 +6,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.client import AsyncClient
-from headrace.errors import (
-    InvalidRequest,
-    Overloaded,
-    Unauthenticated,
-)
+from headrace.errors import InvalidRequest, Overloaded, Unauthenticated
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.edge.grpc_api import DETAILS_KEY, RETRY_INFO_URL, SERVICE

@@ -14,7 +14,7 @@ from router.decisions.tenants import Targets, Tenancy, Tenant
 from router.decisions.view import View
 from router.explanations import Explanation
 from router.stages import RequestTimeline
-from tests.unit.router.decisions.test_placement import worker
+from tests.unit.router.decisions.placing import worker
 from tests.unit.router.edge.edges import CHAT, COMPLETION, client_of
 from tests.unit.router.scripted import Scripted
 
