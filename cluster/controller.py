@@ -351,13 +351,14 @@ class Controller:
         now, slot = self._clock.now(), worker.seen.worker_id
         self._history[slot] = self._history[slot].served(now - worker.seen.since)
         worker.enter(Phase.DRAINING, now, why)
-        worker.drain = tasks.create_task(self._drain(worker, why))
-
-    async def _drain(self, worker: _Worker, why: str) -> None:
-        leaves_at = worker.seen.leaves_at
+        seconds, leaves_at = self._config.autoscaling.drain_seconds, worker.seen.leaves_at
         if leaves_at is not None:
-            # The node's time and no other: what a drain has else may be more, or less.
-            seconds = max(leaves_at - self._clock.now() - LEAVE_SECONDS, 0.0)
+            seconds = max(leaves_at - now - LEAVE_SECONDS, 0.0)  # the node's time and no other
+        worker.drain = tasks.create_task(self._drain(worker, why, seconds))
+
+    async def _drain(self, worker: _Worker, why: str, seconds: float | None) -> None:
+        """So long for what it has; None: what a worker has that is told to end."""
+        if seconds is not None:
             with contextlib.suppress(WorkerLost, InternalError):  # whoever is gone has no more to finish
                 async with WorkerClient(worker.addresses.service) as client:
                     await client.drain(seconds)
@@ -376,9 +377,14 @@ class Controller:
 
     async def _take_down(self, tasks: asyncio.TaskGroup) -> None:
         """Every worker drained, those that drain already too, and removed; Redis forgets the cluster."""
+        why, now = "the cluster goes down", self._clock.now()
         for worker in self._workers.values():
             if worker.seen.phase is Phase.READY:
-                self._begin_drain(worker, "the cluster goes down", tasks)
+                worker.enter(Phase.DRAINING, now, why)
+            elif worker.drain is not None:
+                worker.drain.cancel()  # whoever had long for its requests has it no more
+            if worker.seen.phase is Phase.DRAINING:
+                worker.drain = tasks.create_task(self._drain(worker, why, None))
         drains = [worker.drain for worker in self._workers.values() if worker.drain is not None]
         if drains:
             await asyncio.wait(drains)

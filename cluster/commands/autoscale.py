@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from cluster.autoscaler import sizes
+from cluster.commands.screen import screen
 from cluster.commands.status import described, read
 from cluster.config_place import load
 from cluster.scaling.decide import decide
@@ -54,7 +55,7 @@ def status(cluster: str | None, config: pathlib.Path | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(codec.encode(now)))
     else:
-        Console().print(_one(now, now.inputs.now))
+        screen().print(_one(now, now.inputs.now))
 
 
 @command.command(name="explain")
@@ -88,7 +89,7 @@ def explain(
         click.echo(json.dumps([codec.encode(one) for one in decisions]))
     else:
         at = now.inputs.now if now is not None else decisions[-1].inputs.now
-        Console().print(_one(decisions[0], at) if number is not None else _list(decisions, at))
+        screen().print(_one(decisions[0], at) if number is not None else _list(decisions, at))
     if check:
         verify(decisions)
 

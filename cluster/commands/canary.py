@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from cluster.canary import operators
@@ -18,6 +18,7 @@ from cluster.canary.report import Standing, figures
 from cluster.canary.store import CanaryState
 from cluster.canary.values import Event, State
 from cluster.commands.autoscale import cluster_options, session_of
+from cluster.commands.screen import screen
 from cluster.config_place import load
 from cluster.session import Session
 from cluster.state import BUDGET_SECONDS
@@ -98,7 +99,7 @@ def explain(check: bool, cluster: str | None, config: pathlib.Path | None, as_js
     if as_json:
         click.echo(json.dumps([codec.encode(event) for event in events]))
     else:
-        Console().print(_events(events, now))
+        screen().print(_events(events, now))
     if check:
         verify(events)
 
@@ -156,7 +157,7 @@ def _show(session: Session, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(shown))
     else:
-        Console().print(_one(shown))
+        screen().print(_one(shown))
 
 
 def _one(its: dict[str, Any]) -> RenderableType:

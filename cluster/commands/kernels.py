@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from cluster.commands.screen import screen
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.values import ParallelLayout
@@ -129,4 +129,4 @@ def _show(found: "list[Launched]", *, as_json: bool) -> None:
         distinct = len({one.arguments for one in its})
         fresh, there = (sum(one.cached is cached for one in its) for cached in (False, True))
         table.add_row(name, str(distinct), str(fresh), str(there))
-    Console().print(table)
+    screen().print(table)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from cluster.commands.screen import screen
 from headrace.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from cluster.planning.shapes import ModelSpec
-
-TABLE_WIDTH = 150  # a table in a file or a pipe is not cut
 
 
 @click.command(name="plan")
@@ -42,9 +41,7 @@ def command(file: pathlib.Path, as_json: bool, html_path: pathlib.Path | None, n
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        console = Console()
-        console.width = max(console.width, TABLE_WIDTH)
-        show.show(made, console)
+        show.show(made, screen())
     if not made.chosen.holds:
         raise ConfigError(made.warnings[0])
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from cluster.commands.screen import screen
 from cluster.config_place import load
 from cluster.leased import leased_workers
 from cluster.worker_client import WorkerClient
@@ -97,7 +97,7 @@ def _show(profile: RankProfile) -> None:
     if profile.steps:
         table.add_section()
         table.add_row("all", *_cells(profile.steps))
-    Console().print(table)
+    screen().print(table)
 
 
 def _cells(steps: Iterable[ProfiledStep]) -> list[str]:

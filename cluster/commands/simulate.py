@@ -4,11 +4,9 @@ import json
 import pathlib
 
 import click
-from rich.console import Console
 
+from cluster.commands.screen import screen
 from headrace.errors import ConfigError
-
-TABLE_WIDTH = 150  # a table in a file or a pipe is not cut
 
 
 @click.command(name="simulate")
@@ -91,8 +89,7 @@ def command(
     )
     if num_removed:
         traffic += f", {num_removed} too long"
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    console = screen()
     console.print(traffic, highlight=False)
     slo = Slo(ttft, tpot)
     runs = [

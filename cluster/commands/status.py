@@ -8,11 +8,12 @@ import pathlib
 from dataclasses import asdict, replace
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.commands.screen import screen
 from cluster.config_place import load
 from cluster.session import Session, find, remembered
 from cluster.snapshot import Snapshot, WorkerStatus, take
@@ -46,7 +47,7 @@ def command(cluster: str | None, config: pathlib.Path | None, watch: bool, as_js
     if as_json:
         _say(snapshot)
     else:
-        Console().print(_render(snapshot))
+        screen().print(_render(snapshot))
     if snapshot.blind:
         raise click.exceptions.Exit(1)
 

@@ -7,10 +7,11 @@ from urllib.parse import quote
 
 import click
 import httpx
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.commands.screen import screen
 from cluster.commands.status import read
 from cluster.commands.tls_options import tls_options
 from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
@@ -21,7 +22,6 @@ from router.decisions.placement import Candidate, Pair, Why
 from router.explanations import Explanation
 
 BUDGET_SECONDS = 5.0
-TABLE_WIDTH = 120  # a table in a file or a pipe is not cut
 MAX_ROWS = 16
 STAGES = {
     Stage.EDGE: "edge: checked and tokenised",
@@ -76,9 +76,7 @@ def command(
         explanation = decode(Explanation, found)
     except ValueError as error:
         raise InternalError(f"the router is of another version (--json shows what it says): {error}") from error
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(render(explanation, num_rows=None if with_all else MAX_ROWS))
+    screen().print(render(explanation, num_rows=None if with_all else MAX_ROWS))
 
 
 def ask(routers: Sequence[str], request_id: str, api_key: str | None, tls: ClientTls | None = None) -> Any:

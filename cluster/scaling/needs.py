@@ -129,10 +129,12 @@ def load_of(inputs: Inputs, rate: float) -> Load:
 
 def attainment(inputs: Inputs, supplies: Mapping[Role, float], rate: float) -> float | None:
     """Of the targets, by the cost model, with so many workers of the references; None where queues grow without end."""
+    if rate <= 0:
+        return 1.0  # nobody is there to miss them
     prefill, decode, unified = (supplies[role] for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
     name = reference(inputs, Role.UNIFIED if unified else Role.DECODE)
     other = reference(inputs, Role.PREFILL)
-    if name is None or rate <= 0:
+    if name is None:
         return None
     pools = Pools(unified=int(unified)) if unified else Pools(int(prefill), int(decode))
     workers = inputs.pools[other or name].worker, inputs.pools[name].worker

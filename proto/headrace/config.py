@@ -167,6 +167,9 @@ class AutoscalingConfig(Section):
         default=900.0, ge=1, le=86400, description="without a request before a pool with `min_replicas: 0` goes to zero"
     )
     standby_workers: int = Field(default=0, ge=0, le=4096, description="ready ones beyond what the load needs")
+    drain_seconds: float = Field(
+        default=600.0, ge=0, le=86400, description="that a worker which is taken away has for the requests that it has"
+    )
 
     @property
     def scales(self) -> bool:

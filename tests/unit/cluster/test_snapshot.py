@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from cluster.commands.screen import screen
 from cluster.commands.status import _render, _say, described
 from cluster.commands.up import say_ready
 from cluster.session import Session
@@ -128,6 +129,20 @@ def test_a_reason_with_brackets_is_no_markup() -> None:
     seen = shown(Snapshot(session, {"d": 2}, (WorkerStatus(record),), why, {"d-1": why}))
     assert seen.count(why) == 3
     assert "http://[fe80::1]:8000/v1" in seen
+
+
+def test_no_cell_is_cut_where_nobody_knows_how_wide_the_screen_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `kubectl exec … headrace status`: "passed" was "pass…" there, and "IN/OUT" "IN/O…"."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    report = WorkerReport("d", 2, "decode", "tiny", BlockCounts(), Load(), False, 10**6, 0, 123_456, 123_456)
+    worker = WorkerStatus(replace(STARTING, worker_id="prefill-1000"), report, check="passed")
+    screen().print(_render(Snapshot(SESSION, {"decode": 1}, (worker,))))
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "passed" in said
+    assert "123456/123456" in said
 
 
 def test_a_cluster_that_others_run_is_described_by_its_configuration(

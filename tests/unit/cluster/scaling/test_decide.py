@@ -153,6 +153,13 @@ def test_a_worker_flips_before_one_is_added() -> None:
     assert any(other.what == "prefill one more" for other in decision.alternatives)
 
 
+def test_where_nothing_comes_nobody_would_miss_targets_instead() -> None:
+    """On a cluster whose load had ended each size was said to give queues without end."""
+    decision = World(rules()).turn(traffic(0.0))
+    assert decision.alternatives
+    assert {other.attainment for other in decision.alternatives} == {1.0}
+
+
 def test_a_flip_is_worth_what_its_layout_gives() -> None:
     """Decode workers of one rank lent to prefill workers of two: two of them for each that is short."""
     wide = World(rules(prefill_tp=2), {"decode": Size(9), "prefill": Size(1)})
