@@ -2,7 +2,8 @@
 
 Checks every kernel against its reference first, then times CUDA-graph replays with events. Rows named *_fraction are
 of the measured copy rate (bytes read and written), of the measured matrix rate, or, for pulls, of a plain one-sided
-copy over the link. With two devices, `--pull` adds the pull of a peer's blocks (loadtests.bench_pull).
+copy over the link; *_behind_rope_us of a layer's attention, as a model launches it. With two devices, `--pull` adds the
+pull of a peer's blocks (loadtests.bench_pull). Replays that another process held up are noted (loadtests.disturbed).
 Shape: Llama-3.1-8B, bf16, blocks of 32 tokens.
 """
 
@@ -28,6 +29,8 @@ from kernels.reference import ReferenceOps
 from kernels.sample import sample
 from kernels.sample_floor import sample_floor
 from kernels.tuning import card, tuning_of
+from loadtests.decode_behind import Behind, without_fetch
+from loadtests.disturbed import disturbed
 from loadtests.flash_peer import NAME as FLASH
 from loadtests.flash_peer import flash_prefill, peer_seconds
 from loadtests.report import Report, Row, add_arguments
@@ -205,6 +208,20 @@ class Bench:
         others = None if peer is None else seconds_of(partial(step, peer))
         return self._bandwidth(name, num_bytes, seconds_of(partial(step, self.ops)), others)
 
+    def behind(self, num_rows: int, context: int, label: str) -> None:
+        """Microseconds of a layer's attention behind the rotary store; beside it, without the fetch to the cache."""
+        projection = torch.randn(num_rows, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=self.device)
+        angles = torch.rand(context, DIM, device=self.device)
+        batch = batch_of([(1, context)] * num_rows, self.device)
+        plain = CudaOps(self.device, without_fetch(tuning_of(self.device)))
+        step = Behind(projection, angles, self.pool, batch, SCALE, LAYERS)
+        found = step.microseconds({"tuned": self.ops, "plain": plain}, seconds_of)
+        ours, theirs = found["tuned"], statistics.median(found["plain"])
+        name = f"decode_{label}_behind_rope_us"
+        self._note(
+            name, statistics.median(ours), "us", ours, theirs, "without the fetch", best_plain=min(found["plain"])
+        )
+
     def prefill(self, num_tokens: int, context: int, label: str, known: bool = True) -> None:
         """One row; `known`: the host knows its lengths, so that a whole prompt takes the dense path. Beside it, SDPA's
         cuDNN back end on K and V that are dense already, and flash-attn-4 over the pool where others are paged."""
@@ -304,17 +321,22 @@ class Bench:
         peer_name: str = "SDPA cuDNN, dense",
         **detail: float,
     ) -> Row:
+        lower = unit == "us"
+        note = disturbed(samples if lower else [1 / sample for sample in samples])
+        if note:
+            print(f"  {name}: {note}", flush=True)
         row = Row(
             name,
             value,
             unit,
-            "lower" if unit == "us" else "higher",
+            "lower" if lower else "higher",
             MUST.get(name),
             AIM.get(name),
             samples,
             peer,
             peer_name if peer else None,
-            value / peer if peer else None,
+            (peer / value if lower else value / peer) if peer else None,
+            note,
             detail=detail,
         )
         self.report.add(row)
@@ -351,6 +373,8 @@ def main() -> int:
         ):
             bench.decode(num_rows, context, label)
         bench.decode_mixed()
+        for context, label in ((32768, "b1_32k"), (16384, "b1_16k"), (1024, "b1_1k")):
+            bench.behind(1, context, label)
         for num_tokens, context, label in (
             (1024, 1024, "1k"),
             (4096, 4096, "4k"),
