@@ -20,7 +20,7 @@ from router.edge.messages import check_messages, check_template_kwargs, check_to
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.keyring import Keyring
 from router.requests import Explanation, Job, Piece, Recent
-from router.text.limits import characters_of
+from router.text.budget import characters_of
 from router.text.served import Models, ServedModel
 
 INLINE_CHARACTERS = 4096

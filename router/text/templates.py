@@ -1,7 +1,7 @@
 """Chat templates: messages to the one string that a model was trained on, as transformers renders it.
 
 A template is code that came with the checkpoint, and what it renders came from a client: it runs in jinja2's immutable
-sandbox, sees plain JSON values alone, and is bounded in steps, memory and time (`limits`).
+sandbox, sees plain JSON values alone, and is bounded in steps, memory and time (`budget`).
 """
 
 import json
@@ -16,7 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from headrace.errors import CheckpointError, InvalidRequest
-from router.text.limits import BoundedEnvironment, Budget, OverBudget, characters_of, within
+from router.text.budget import Budget, OverBudget, characters_of, within
+from router.text.sandbox import BoundedEnvironment
 
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"

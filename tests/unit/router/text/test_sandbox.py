@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.errors import CheckpointError, InvalidRequest
-from router.text.limits import Budget, OverBudget
+from router.text.budget import Budget, OverBudget
 from router.text.templates import ChatTemplates
 
 BIG = "{% set ns = namespace(x='ab', s=[1]) %}{% for i in range(40) %}"
@@ -81,7 +81,7 @@ def test_an_explosive_template_ends_with_an_error_that_names_the_messages(source
 def test_none_of_them_takes_much_memory() -> None:
     code = (
         "import contextlib, resource\n"
-        "from tests.unit.router.text.test_limits import EXPLOSIVE, messages_of\n"
+        "from tests.unit.router.text.test_sandbox import EXPLOSIVE, messages_of\n"
         "from headrace.errors import HeadraceError\n"
         "from router.text.templates import ChatTemplates\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
