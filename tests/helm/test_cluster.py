@@ -21,10 +21,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.worker_client import WorkerClient
 from headrace.client import AsyncClient
 from headrace.keys import Keys
+from headrace.ports import free_port
 from headrace.reports import RouterReport, encode_report
 from headrace.store import connect
 from tests.helm.conftest import Manifest, command_line, example, named, pod_templates, rendered
-from tests.pods import HOST, Pod, Pods, answers, free_port, running_pods, until
+from tests.pods import HOST, Pod, Pods, answers, running_pods, until
 from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]

@@ -15,10 +15,10 @@ from redis.backoff import ConstantBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
-from cluster.checks import free_port
 from cluster.cli import cli
 from headrace.config import ClusterConfig
 from headrace.config_file import parse
+from headrace.ports import free_port
 from headrace.store import connect
 from router.__main__ import _parse as parse_router
 from tests.helm.conftest import (

@@ -5,10 +5,11 @@ import struct
 
 import pytest
 
-from cluster.checks import check_ports, check_weight_file, free_port, port_is_free
+from cluster.checks import check_ports, check_weight_file
 from cluster.session import Session, SessionFolder
 from headrace.config import ClusterConfig, PoolConfig, RouterConfig
 from headrace.errors import CheckpointError, ConfigError
+from headrace.ports import free_port, port_is_free
 
 
 def weight_file(path: pathlib.Path, cut: int = 0, extra: bytes = b"") -> pathlib.Path:

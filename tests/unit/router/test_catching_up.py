@@ -6,8 +6,8 @@ import pytest
 
 from headrace import store as stores
 from headrace.keys import Keys
+from headrace.ports import free_port
 from router.catching_up import MAX_SECONDS, CatchingUp
-from tests.ports import free_port
 
 KEYS = Keys("starting")
 URL = f"redis://127.0.0.1:{free_port()}/0"  # nobody listens there

@@ -12,10 +12,10 @@ from headrace import config_file, store
 from headrace.blocks import BlockHasher
 from headrace.clock import SystemClock
 from headrace.keys import Keys
+from headrace.ports import free_port
 from headrace.values import FinishReason, Load, Role, Usage
 from router.core import Core, running_core
 from tests.null_worker import NullWorker, worker_info
-from tests.ports import free_port
 from tests.unit.router.publisher import Publisher
 from tests.unit.router.stage import collect, job, open_text
 

