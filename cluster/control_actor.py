@@ -1,6 +1,7 @@
 """The controller as a Ray actor: detached, named, restarted by Ray when its process dies. Its state is in Redis."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import traceback
@@ -30,6 +31,7 @@ class ControlActor:
         self._host = host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._controller: Controller | None = None
+        self._controls = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
@@ -38,10 +40,14 @@ class ControlActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """Drains and removes every worker; returns when none is left."""
-        if self._loop is not None and self._controller is not None:
+        """Drains and removes every worker; returns when none is left. One that only begins is waited for: it would start
+        workers behind whoever believes it stopped."""
+        self._controls.wait()
+        assert self._loop is not None
+        assert self._controller is not None
+        with contextlib.suppress(RuntimeError):  # its loop is over already
             self._loop.call_soon_threadsafe(self._controller.stop)
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -54,17 +60,21 @@ class ControlActor:
     async def _control(self) -> None:
         store = connect(self._redis_url, BUDGET_SECONDS)
         state, canary = ControlState(store, self._config.name), Canary(self._config, store)
-        pools = RayPools(ray.get_runtime_context().namespace, lambda pool: _resources(self._config, pool, canary))
+        pools = self._pools(canary)
         clock, scaled = SystemClock(), self._config.autoscaling.mode != "fixed"
         autoscaler = Autoscaler(self._config, store, clock) if scaled else None
         self._controller = Controller(
             self._config, self._redis_url, self._host, pools, state, clock, autoscaler, canary
         )
         self._loop = asyncio.get_running_loop()
+        self._controls.set()
         try:
             await self._controller.run()
         finally:
             await store.close()
+
+    def _pools(self, canary: Canary) -> RayPools:
+        return RayPools(ray.get_runtime_context().namespace, lambda pool: _resources(self._config, pool, canary))
 
 
 def _resources(config: ClusterConfig, name: str, canary: Canary) -> dict[str, float]:
