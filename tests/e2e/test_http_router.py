@@ -1,11 +1,12 @@
-"""A router process between real clients (the openai SDK, raw sockets, our own) and a worker that a test plays."""
+"""A router process between real clients (the openai SDK, raw sockets, our own) and a worker that a test plays. Tests that
+end neither share both."""
 
 import asyncio
 import pathlib
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import grpc
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.applications import Starlette
 
@@ -24,6 +26,8 @@ from router.edge.connections import http_config
 from router.text.vocabulary import Text
 from tests.e2e.routers import RunningRouter, null_info, running_router, sdk_of, tiny_checkpoint, write_config
 from tests.null_worker import NullWorker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 T = TypeVar("T")
 ANSWER = "The quick brown fox"
@@ -40,23 +44,34 @@ def words(checkpoint: pathlib.Path) -> Text:
     return Text.load(checkpoint)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(checkpoint: pathlib.Path) -> AsyncIterator[NullWorker]:
     async with NullWorker(null_info(checkpoint)) as worker:
         yield worker
 
 
-@pytest.fixture
-async def router(checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullWorker) -> AsyncIterator[RunningRouter]:
-    async with running_router(checkpoint, tmp_path / "headrace.yaml", [worker.address]) as router:
-        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(
+    checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, worker: NullWorker
+) -> AsyncIterator[RunningRouter]:
+    async with before(checkpoint, tmp_path_factory.mktemp("router"), worker) as router:
         yield router
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sdk(router: RunningRouter) -> AsyncIterator[openai.AsyncOpenAI]:
     async with sdk_of(router) as client:
         yield client
+
+
+@asynccontextmanager
+async def before(
+    checkpoint: pathlib.Path, folder: pathlib.Path, worker: NullWorker, **options: object
+) -> AsyncIterator[RunningRouter]:
+    """A router of this worker alone, which serves."""
+    async with running_router(checkpoint, folder / "headrace.yaml", [worker.address], **options) as router:
+        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
+        yield router
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
@@ -132,21 +147,26 @@ async def test_the_sdk_raises_the_error_that_was_meant(sdk: openai.AsyncOpenAI) 
 
 
 async def test_case_45_the_sdk_raises_when_the_worker_dies_mid_stream(
-    sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path, words: Text
 ) -> None:
-    creating = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
-    request = await soon(worker.submits.get())
-    say(worker, request.key, words.encode(ANSWER)[:5], end=False)
-    stream = await soon(creating)
-    await soon(anext(stream))
-    await worker.die()
+    async with (
+        NullWorker(null_info(checkpoint)) as worker,
+        before(checkpoint, tmp_path, worker) as router,
+        sdk_of(router) as sdk,
+    ):
+        creating = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+        request = await soon(worker.submits.get())
+        say(worker, request.key, words.encode(ANSWER)[:5], end=False)
+        stream = await soon(creating)
+        await soon(anext(stream))
+        await worker.die()
 
-    async def drain() -> None:
-        async for chunk in stream:
-            assert chunk.choices[0].finish_reason is None
+        async def drain() -> None:
+            async for chunk in stream:
+                assert chunk.choices[0].finish_reason is None
 
-    with pytest.raises(openai.APIError):
-        await soon(drain())
+        with pytest.raises(openai.APIError):
+            await soon(drain())
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -218,13 +238,13 @@ async def test_case_48_bad_requests_leave_twenty_good_streams_alone(
 
 
 async def test_case_59_a_silent_worker_makes_the_router_unready_but_not_dead(
-    checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullWorker
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     async with (
-        running_router(checkpoint, tmp_path / "h.yaml", [worker.address], silent_seconds=1.0) as router,
+        NullWorker(null_info(checkpoint)) as worker,
+        before(checkpoint, tmp_path, worker, silent_seconds=1.0) as router,
         httpx.AsyncClient(base_url=router.http, trust_env=False, timeout=30) as client,
     ):
-        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
         worker.muted = True
         await until_health(router, health_pb2.HealthCheckResponse.NOT_SERVING)
         ready = await client.get("/ready")
@@ -264,10 +284,14 @@ async def test_case_57_a_thousand_unknown_models_leave_the_metrics_as_many_as_th
 
 
 async def test_case_60_sigterm_lets_live_streams_end_and_refuses_new_ones(
-    router: RunningRouter, worker: NullWorker, words: Text
+    checkpoint: pathlib.Path, tmp_path: pathlib.Path, worker: NullWorker, words: Text
 ) -> None:
     token_ids = words.encode(ANSWER)
-    async with sdk_of(router, max_retries=0) as sdk, AsyncClient(router.grpc, model="tiny") as ours:
+    async with (
+        before(checkpoint, tmp_path, worker) as router,
+        sdk_of(router, max_retries=0) as sdk,
+        AsyncClient(router.grpc, model="tiny") as ours,
+    ):
         creating = asyncio.ensure_future(sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
         http_request = await soon(worker.submits.get())
         say(worker, http_request.key, token_ids[:1], end=False)
@@ -290,7 +314,7 @@ async def test_case_60_sigterm_lets_live_streams_end_and_refuses_new_ones(
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
         assert text + "".join([part.text async for part in parts]) == ANSWER
-    assert await soon(router.process.wait()) == 0
+        assert await soon(router.process.wait()) == 0
 
 
 async def test_case_50_an_idle_connection_is_kept_as_long_as_configured(
@@ -313,12 +337,14 @@ async def test_the_context_is_what_the_workers_have_and_not_what_the_checkpoint_
 ) -> None:
     info = null_info(checkpoint)
     info = replace(info, capacity=replace(info.capacity, max_context_tokens=100))
-    async with NullWorker(info) as worker, running_router(checkpoint, tmp_path / "c.yaml", [worker.address]) as router:
-        await until_health(router, health_pb2.HealthCheckResponse.SERVING)
-        async with httpx.AsyncClient(trust_env=False) as http:
-            listed = (await http.get(f"{router.http}/v1/models")).json()
-            body = {"model": "tiny", "prompt": [5] * 60, "max_tokens": 60}
-            refused = await http.post(f"{router.http}/v1/completions", json=body)
+    async with (
+        NullWorker(info) as worker,
+        before(checkpoint, tmp_path, worker) as router,
+        httpx.AsyncClient(base_url=router.http, trust_env=False) as http,
+    ):
+        listed = (await http.get("/v1/models")).json()
+        body = {"model": "tiny", "prompt": [5] * 60, "max_tokens": 60}
+        refused = await http.post("/v1/completions", json=body)
     assert [model["max_model_len"] for model in listed["data"]] == [100]
     assert refused.status_code == 400
     assert "100" in refused.json()["error"]["message"]
@@ -334,16 +360,22 @@ async def test_a_worker_with_another_tokenizer_is_not_used(checkpoint: pathlib.P
             await anext(client.generate("hi"))
 
 
-def test_a_router_that_cannot_start_says_why(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    def last_words(**router: object) -> str:
-        write_config(checkpoint, tmp_path / "h.yaml", **router)
-        command = [sys.executable, "-m", "router", str(tmp_path / "h.yaml")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 1
-        return done.stderr
+async def test_a_router_that_cannot_start_says_why(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def last_words(key: str, value: int) -> str:
+        file = tmp_path / f"{key}.yaml"
+        write_config(checkpoint, file, **{key: value})
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", str(file)), stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await process.communicate()
+        assert process.returncode == 1
+        return said.decode()
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"router.http_port: cannot listen on 127.0.0.1:{port}" in last_words(http_port=port)
-        assert f"router.grpc_port: cannot listen on 127.0.0.1:{port}" in last_words(grpc_port=port)
-    assert "router.colour: unknown key" in last_words(colour=1)
+        http, grpc, colour = await asyncio.gather(
+            last_words("http_port", port), last_words("grpc_port", port), last_words("colour", 1)
+        )
+    assert f"router.http_port: cannot listen on 127.0.0.1:{port}" in http
+    assert f"router.grpc_port: cannot listen on 127.0.0.1:{port}" in grpc
+    assert "router.colour: unknown key" in colour
