@@ -1,7 +1,5 @@
-"""Processes that play the ranks of a worker, kept for a whole test run; torch is imported once, in a server that they
-are forked from."""
+"""Processes that play the ranks of a worker, kept for a whole test run."""
 
-import multiprocessing
 import os
 import pathlib
 import tempfile
@@ -14,6 +12,7 @@ import torch
 from torch import distributed
 
 from headrace.values import ParallelLayout
+from tests.forked import server
 from workers.models.parallel import RankContext, form
 
 REPLY_SECONDS = 100.0
@@ -49,12 +48,11 @@ class RankProcesses:
 def rank_processes(size: int, device: str = "cpu") -> Iterator[RankProcesses]:
     """On "cuda" each sees a GPU of its own alone; where there are too few, ranks share one, and have no process groups: a
     library would refuse that."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.model_steps", __name__, "pytest"])
-    ends = [server.Pipe() for _ in range(size)]
+    context = server()
+    ends = [context.Pipe() for _ in range(size)]
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     ranks = [
-        server.Process(target=_serve, args=(theirs, rank, size, device, num_gpus), daemon=True)
+        context.Process(target=_serve, args=(theirs, rank, size, device, num_gpus), daemon=True)
         for rank, (_, theirs) in enumerate(ends)
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from tests.contract.toy_workers import BLOCK_SIZE, Worker
 from workers.kv.links.base import BlockPull, PeerRanks
 from workers.ranks.profiling import StepProfiler
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_ranks")]
 LAYOUTS = [ParallelLayout(1, 1), ParallelLayout(2, 1), ParallelLayout(1, 2), ParallelLayout(2, 2)]
 PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
 Workers = dict[ParallelLayout, tuple[Worker, Worker]]

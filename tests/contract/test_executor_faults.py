@@ -20,7 +20,7 @@ from workers.ranks.group import RankLimits
 from workers.ranks.rank import rank_main
 from workers.ranks.rendezvous import listen
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_ranks")]
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(2, 1), ParallelLayout(1, 2)], ids=str)
@@ -31,12 +31,12 @@ def test_a_killed_rank_fails_everything_at_once(layout: ParallelLayout) -> None:
         steps = [worker.executor.step(worker.plan(range(4), (0,))) for _ in range(2)]
         digesting = worker.executor.digests([(0, 4)])
         children(worker.executor)[0].kill()
-        reason = worker.executor.failed.result(5)
+        reason = worker.executor.failed.result(20)
         assert "rank 1" in str(reason)
         for future in (*steps, digesting):
-            assert isinstance(future.exception(5), WorkerLost)
-        assert isinstance(worker.executor.step(worker.plan(range(4), (0,))).exception(1), WorkerLost)
-        assert isinstance(worker.executor.pull(worker.peer, [BlockPull(0, 0, 1)]).exception(1), WorkerLost)
+            assert isinstance(future.exception(20), WorkerLost)
+        assert isinstance(worker.executor.step(worker.plan(range(4), (0,))).exception(20), WorkerLost)
+        assert isinstance(worker.executor.pull(worker.peer, [BlockPull(0, 0, 1)]).exception(20), WorkerLost)
     finally:
         worker.executor.close()
     assert all(child.returncode is not None for child in children(worker.executor))
@@ -46,7 +46,7 @@ def test_what_rank_0_waits_for_is_given_up_when_another_rank_is_lost() -> None:
     worker = Worker.of(ParallelLayout(2, 1), Toy(at_rank=0, hang_at=1))
     step = worker.executor.step(worker.plan(range(4), (0,)))
     children(worker.executor)[0].kill()
-    assert isinstance(step.exception(5), WorkerLost)
+    assert isinstance(step.exception(20), WorkerLost)
     worker.executor.close()
     assert worker.executor._rank0 is not None
     assert not worker.executor._rank0._thread.is_alive()
@@ -63,8 +63,8 @@ def test_what_another_rank_waits_for_is_given_up_when_rank_0_is_lost() -> None:
         rank1 = [thread for thread in threading.enumerate() if thread.name == "rank1"]
         assert len(rank1) == 1
         executor.step(Worker(executor).plan(range(4), (0,)))
-        assert "did not end step 1" in str(executor.failed.result(10))
-        assert isinstance(joined.exception(10), WorkerLost)
+        assert "did not end step 1" in str(executor.failed.result(20))
+        assert isinstance(joined.exception(20), WorkerLost)
         rank1[0].join(10)
         assert not rank1[0].is_alive()
         executor.close()
@@ -78,8 +78,8 @@ def test_a_rank_that_raises_fails_everything(rank: int, awaited: bool) -> None:
         steps = [worker.executor.step(worker.plan(range(4), (0,))) for _ in range(2)]
         assert steps[0].result(20)
         step = steps[1]
-        assert isinstance(step.exception(10), WorkerLost)
-        assert "told to fail" in str(worker.executor.failed.result(1))
+        assert isinstance(step.exception(20), WorkerLost)
+        assert "told to fail" in str(worker.executor.failed.result(20))
     finally:
         worker.executor.close()
 
@@ -90,8 +90,8 @@ def test_a_rank_that_hangs_in_a_step_fails_everything_within_the_bound(rank: int
     worker = Worker.of(ParallelLayout(2, 1), Toy(at_rank=rank, hang_at=1), limits)
     try:
         step = worker.executor.step(worker.plan(range(4), (0,)))
-        assert isinstance(step.exception(10), WorkerLost)
-        assert "did not end step 1" in str(worker.executor.failed.result(1))
+        assert isinstance(step.exception(20), WorkerLost)
+        assert "did not end step 1" in str(worker.executor.failed.result(20))
     finally:
         worker.executor.close()
     assert children(worker.executor)[0].returncode is not None
@@ -115,7 +115,7 @@ def test_close_ends_all_ranks_and_may_be_called_again() -> None:
     assert [child.returncode for child in children(worker.executor)] == [0, 0, 0]
     worker.executor.close()
     assert not worker.executor.failed.done(), "closing is no failure"
-    assert isinstance(worker.executor.step(worker.plan(range(4), (0,))).exception(1), WorkerLost)
+    assert isinstance(worker.executor.step(worker.plan(range(4), (0,))).exception(20), WorkerLost)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -135,7 +135,7 @@ def test_ranks_from_elsewhere_join_with_the_token() -> None:
         joined = elsewhere.submit(rank_main, rendezvous.address, "secret", 1)
         executor = build_executor(spec, rendezvous, make_runner=Toy(), limits=LIMITS)
         executor.close()
-        joined.result(10)
+        joined.result(20)
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

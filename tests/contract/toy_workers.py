@@ -1,9 +1,9 @@
 """Executors over plain rank processes that compute a toy, and the numbers that a scheduler would give out."""
 
 import itertools
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.config import EngineConfig, HandoffConfig
 from headrace.values import ParallelLayout, Role, SamplingParams
@@ -70,5 +70,6 @@ class Worker:
         return self.executor.digests([(block, filled) for block in blocks]).result(20)
 
 
-def children(executor: RankExecutor) -> list[subprocess.Popen[bytes]]:
+def children(executor: RankExecutor) -> list[Any]:
+    """As subprocess.Popen is one, or as forked.Child."""
     return list(executor._children)
