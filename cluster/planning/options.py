@@ -7,10 +7,11 @@ from typing import Literal
 from cluster.planning.gpus import GpuType
 from cluster.planning.load import Load, Pools, Target, Worker
 from cluster.planning.memory import Budget
-from cluster.planning.prediction import Overload, Prediction, predict
+from cluster.planning.prediction import Overload, Prediction
 from cluster.planning.shapes import ModelSpec, Precision
 from cluster.planning.sizing import Idle, Sized, Unreachable, size
 from cluster.planning.speed import cost_model
+from cluster.planning.stages import predict
 from headrace.values import ParallelLayout
 
 Kind = Literal["disaggregated", "aggregated"]

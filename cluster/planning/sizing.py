@@ -1,4 +1,4 @@
-"""How many workers a load needs at an SLO: the fewest that suffice by `prediction`, with the reason.
+"""How many workers a load needs at an SLO: the fewest that suffice by `stages`, with the reason.
 
 Whoever sizes for arrivals: `Load.requests_per_second` are those that come, not those that are served.
 """
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
-from cluster.planning.prediction import Overload, Prediction, predict
+from cluster.planning.prediction import Overload, Prediction
+from cluster.planning.stages import predict
 
 __all__ = ["Idle", "Length", "Load", "Overload", "Pools", "Prediction", "Sized", "Target", "Unreachable", "Worker"]
 __all__ += ["lengths_around", "predict", "size"]

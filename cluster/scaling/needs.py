@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
-from cluster.planning.prediction import Overload, predict
+from cluster.planning.prediction import Overload
 from cluster.planning.sizing import Idle, Sized, Unreachable, size
+from cluster.planning.stages import predict
 from cluster.scaling.values import Account, Inputs, Needs
 from headrace.values import Role
 

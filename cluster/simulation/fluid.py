@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
-from cluster.planning.prediction import Overload, predict
+from cluster.planning.prediction import Overload
 from cluster.planning.queueing import normal_cdf
+from cluster.planning.stages import predict
 from cluster.scaling.values import PoolRules, Rules
 from cluster.simulation import cards
 from headrace.costmodel import CostModel

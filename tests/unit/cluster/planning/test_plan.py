@@ -19,8 +19,9 @@ from cluster.planning.gpus import find
 from cluster.planning.load import Pools, Target, Worker
 from cluster.planning.outlook import break_even
 from cluster.planning.plan import Plan
-from cluster.planning.prediction import Overload, predict
+from cluster.planning.prediction import Overload
 from cluster.planning.settle import settle
+from cluster.planning.stages import predict
 from cluster.planning.traffic import burstiness, gap_scv, of
 from headrace import traces
 from headrace.config import EngineConfig, PoolConfig
