@@ -1,7 +1,4 @@
-"""A whole worker: one engine behind gRPC, its parts and their wiring (`workers.serve` runs it from start to drained).
-
-Health is this worker's own: it does not depend on peers, on routers or on Redis.
-"""
+"""A whole worker: one engine behind gRPC, its parts and their wiring (`workers.serve` runs it from start to drained)."""
 
 import asyncio
 import logging
@@ -10,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
@@ -30,6 +27,7 @@ from workers.handoff.peers import Peers
 from workers.handoff.puller import Puller
 from workers.handoff.reads import Reads
 from workers.handoff.tickets import Source
+from workers.health import Health
 from workers.identity import Identity
 from workers.intake import Intake, RouterSession
 from workers.meters import Meters
@@ -47,7 +45,6 @@ from workers.watched import Now
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 PEER_SHARE = 0.75
@@ -81,8 +78,6 @@ class Worker:
         self._executor = executor
         self._identity = identity
         self._role = spec.role
-        self._draining = False
-        self._failure: str | None = None
         clock = clock or SystemClock()
         handoff = spec.handoff
         faults = Faults()
@@ -95,6 +90,7 @@ class Worker:
         overlap = spec.engine.overlap
         self._engine = Engine(*parts, overlap=overlap, faults=faults, graph_tokens=graphs)
         self._engine.launch_late(on=spec.launches_late(spec.role))
+        self._health = Health(self._engine, spec.worker_id, spec.engine.stall_seconds, SERVICES)
         self._meters = Meters(registry or CollectorRegistry())
         spans = open_spans(spec.otlp_endpoint, clock, "headrace-worker", spec.worker_id)
         self._parts = Parts(self._meters, spans, clock)
@@ -131,14 +127,13 @@ class Worker:
         self._source = Source(self._engine, reads, self._parts.prefilled, digests=handoff.digests)
         self._sessions = WorkerServicer(self._engine, self._intake, self)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
         servicers: dict[Callable[..., None], object] = {
             worker_pb2_grpc.add_WorkerServicer_to_server: self._sessions,
             transfer_pb2_grpc.add_TransferServicer_to_server: TransferServicer(
                 self._source, self._hello, executor.shape, faults, silent_seconds=handoff.transfer_seconds
             ),
             control_pb2_grpc.add_ControlServicer_to_server: ControlServicer(self, Profiles(executor), hooks),
-            health_pb2_grpc.add_HealthServicer_to_server: self._health,
+            health_pb2_grpc.add_HealthServicer_to_server: self._health.servicer,
         }
         for add, servicer in servicers.items():
             add(servicer, self._server)
@@ -161,14 +156,14 @@ class Worker:
                 self.info,
                 self._ledger,
                 lease_seconds=self._spec.lease_seconds,
-                draining=lambda: self._draining,
+                draining=lambda: self._health.draining,
             )
         self._meters.watch(self._now)
         if self._spec.engine.device == "cuda":
             watch_gpus(self._meters.registry)
             if self._spec.gpu_hour_price is not None:
                 self._meters.costs(self._spec.gpu_hour_price * self._executor.layout.world_size)
-        await self._show_health()
+        await self._health.show()
         await self._server.start()
         return self.info()
 
@@ -177,14 +172,14 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._engine.run(self))
             tasks.create_task(self._puller.grant_claims())
-            tasks.create_task(self._watch_health())
+            tasks.create_task(self._health.watch())
             if self._publisher is not None:
                 tasks.create_task(self._publisher.run())
 
     async def drain(self, grace_seconds: float) -> int:
         """Refuses new work, lets what is here finish and what is pinned be pulled; how many were cut after the grace."""
-        self._draining = self._intake.draining = self._source.draining = True
-        await self._show_health()
+        self._health.draining = self._intake.draining = self._source.draining = True
+        await self._health.show()
         self._engine.changed()
         if self._publisher is not None:
             self._publisher.renew_soon()
@@ -201,7 +196,7 @@ class Worker:
     async def close(self, error: HeadraceError | None = None) -> None:
         """Ends what is left, with `error` if there is one, and gives everything back."""
         if error is not None:
-            self._failure = error.message
+            self._health.failure = error.message
             self._meters.failed(error)
             self._intake.reject_all(error)
         self._sessions.take_leave()
@@ -253,7 +248,7 @@ class Worker:
             cost=self._engine.cost,
             role=self._role,
             free_blocks=counts.free + counts.cached,
-            draining=self._draining or bool(reason),
+            draining=self.draining or bool(reason),
             unhealthy_reason=reason,
         )
 
@@ -292,16 +287,11 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self._health.draining
 
     @property
     def unhealthy_reason(self) -> str:
-        if self._failure is not None:
-            return self._failure
-        stalled, limit = self._engine.seconds_since_progress(), self._spec.engine.stall_seconds
-        if stalled > limit:
-            return f"no step finished for {stalled:.1f} s though there is work (limit {limit:g} s)"
-        return ""
+        return self._health.unhealthy_reason
 
     def keys(self) -> tuple[list[RequestKey], list[RequestKey]]:
         return self._intake.keys(), self._source.keys()
@@ -345,24 +335,6 @@ class Worker:
     def meet_faults(self) -> None:
         self._engine.act_out_faults()
         self._engine.changed()
-
-    # -- health
-
-    async def _watch_health(self) -> None:
-        shown = ""
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            reason = self.unhealthy_reason
-            if bool(reason) != bool(shown):
-                log.warning("%s is %s", self._spec.worker_id, f"unhealthy: {reason}" if reason else "well again")
-                shown = reason
-                await self._show_health()
-
-    async def _show_health(self) -> None:
-        serving = not self._draining and not self.unhealthy_reason
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", *SERVICES):
-            await self._health.set(service, status)
 
 
 def _scheduler(spec: WorkerSpec, identity: Identity, ledger: BlockLedger) -> Scheduler:
