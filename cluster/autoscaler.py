@@ -67,7 +67,7 @@ class Autoscaler:
             return desired
         self._due_at = at + self._interval_seconds
         history = await self._remembered()
-        now = await self._state.time()
+        now = await self._store.time()
         complete = await self._look(history, now, at_work(seen))
         inputs = await self._inputs(history, desired, seen, now)
         budget = self._rules.budget_gpus

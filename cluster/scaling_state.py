@@ -33,11 +33,6 @@ class ScalingState:
         self._store = store
         self._keys = Keys(cluster)
 
-    async def time(self) -> float:
-        """Redis's clock, which outlives controllers."""
-        seconds, microseconds = await self._store.call(lambda redis: redis.time())
-        return float(seconds) + float(microseconds) / 1e6
-
     async def now(self) -> Recorded | None:
         return _decoded(Recorded, await text(self._store, self._keys.scaling_now))
 

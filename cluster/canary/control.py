@@ -50,7 +50,7 @@ class Canary:
             self._hold(workers)
             return
         self._held = None
-        now = await self._redis.time()
+        now = await self._store.time()
         state = self._begun(found, now)
         if state is None:
             self._state = None

@@ -60,9 +60,7 @@ class CanaryState:
         self._keys = Keys(cluster)
 
     async def time(self) -> float:
-        """Redis's clock."""
-        seconds, microseconds = await self._store.call(lambda redis: redis.time())
-        return float(seconds) + float(microseconds) / 1e6
+        return await self._store.time()
 
     async def read(self) -> Found:
         raw = await text(self._store, self._keys.canary)
@@ -100,7 +98,7 @@ class CanaryState:
         state = (await self.read()).state
         if state is None:
             return None
-        return Standing(state, await self.evidence(), await self.events(), await self.time())
+        return Standing(state, await self.evidence(), await self.events(), await self._store.time())
 
     async def commit(
         self, found: Found, token: str, state: State, split: Split, evidence: Evidence, events: tuple[Event, ...]

@@ -8,7 +8,8 @@ Errors are those of headrace.errors, as the router raised them. Closing an itera
 """
 
 import json
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -174,19 +175,13 @@ class Client(_Requests):
         return str(self._ask(self._stub.Detokenize, request).text)
 
     def _ask(self, method: Any, request: Any) -> Any:
-        try:
+        with _translated():
             return method(request, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _error(error) from error
 
     def _parts(self, call: Any) -> Generator[Part, None, None]:
-        try:
+        with _ended(call):
             for message in call:
                 yield _part(message)
-        except grpc.RpcError as error:
-            raise _error(error) from error
-        finally:
-            call.cancel()
 
 
 class AsyncClient(_Requests):
@@ -217,13 +212,9 @@ class AsyncClient(_Requests):
         """What follows a prompt, given as text or as token ids."""
         request = self._generate(prompt, {"model": await self.model(), **common})
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        try:
+        with _ended(call):
             async for message in call:
                 yield _part(message)
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from error
-        finally:
-            call.cancel()
 
     async def chat(
         self,
@@ -237,13 +228,9 @@ class AsyncClient(_Requests):
         """The answer to OpenAI-shaped messages."""
         request = self._chat(messages, tools, chat_template_kwargs, {"model": await self.model(), **common})
         call = self._stub.Chat(request, timeout=timeout, metadata=self._metadata)
-        try:
+        with _ended(call):
             async for message in call:
                 yield _part(message)
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from error
-        finally:
-            call.cancel()
 
     async def models(self) -> list[ModelInfo]:
         return _models(await self._ask(self._stub.ListModels, inference_pb2.ListModelsRequest()))
@@ -265,10 +252,27 @@ class AsyncClient(_Requests):
         return str((await self._ask(self._stub.Detokenize, request)).text)
 
     async def _ask(self, method: Any, request: Any) -> Any:
-        try:
+        with _translated():
             return await method(request, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from error
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a call fails with is raised as the router's own error."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _error(error) from error
+
+
+@contextmanager
+def _ended(call: Any) -> Iterator[None]:
+    """The same, and whoever reads no further cancels the call."""
+    try:
+        with _translated():
+            yield
+    finally:
+        call.cancel()
 
 
 def _channel(address: str, tls: ClientTls | None) -> tuple[str, Any, Any]:

@@ -143,6 +143,11 @@ class Store:
         self._breaker.succeeded()
         return result
 
+    async def time(self) -> float:
+        """Redis's clock, which outlives every process that asks it."""
+        seconds, microseconds = await self.call(lambda redis: redis.time())
+        return float(seconds) + float(microseconds) / 1e6
+
     async def close(self) -> None:
         for client in (self._client, *self._others):
             await client.aclose()

@@ -75,7 +75,7 @@ class Stage:
 
     def another(self) -> Advisor:
         scaler = Autoscaler(self.config, self.store, self.clock, PREFIX)
-        scaler._state.time = self._time  # type: ignore[method-assign]
+        scaler._store.time = self._time  # type: ignore[method-assign]
         return Advisor(self.config, self.state, self.clock, scaler, Elsewhere(PREFIX, {"prefill": 7001}))
 
     async def _time(self) -> float:

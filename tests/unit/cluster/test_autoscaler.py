@@ -59,7 +59,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.keys = Keys(self.config.name)
         self.state = ScalingState(self.store, self.config.name)
-        self.state.time = self._time  # type: ignore[method-assign]
+        self.store.time = self._time  # type: ignore[method-assign]
         self.desired = Desired({name: DesiredPool(Role(name), 1) for name in self.workers})
 
     async def _time(self) -> float:
@@ -67,9 +67,7 @@ class Stage:
 
     def autoscaler(self, **changes: Any) -> Autoscaler:
         scaling = self.config.autoscaling.model_copy(update=changes)
-        found = Autoscaler(self.config.model_copy(update={"autoscaling": scaling}), self.store, self.clock)
-        found._state = self.state
-        return found
+        return Autoscaler(self.config.model_copy(update={"autoscaling": scaling}), self.store, self.clock)
 
     async def report(self, rate: float, seconds: float = 10.0, **fields: Any) -> None:
         self.arrivals += round(rate * seconds)

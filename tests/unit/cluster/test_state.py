@@ -1,6 +1,5 @@
 import json
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -18,7 +17,7 @@ from cluster.state import (
 )
 from headrace.config import AutoscalingConfig, ClusterConfig, PoolConfig
 from headrace.keys import Keys
-from headrace.store import Store, connect
+from headrace.store import Store
 from headrace.values import ParallelLayout, Role
 
 DESIRED = Desired(
@@ -91,13 +90,6 @@ def test_what_is_rebuilt_keeps_roles_that_flipped_and_stays_within_the_budget() 
     pools = rebuilt(scaled, serving).pools
     assert (pools["prefill"].replicas, pools["prefill"].lent) == (4, 2)
     assert pools["decode"].replicas == 1, "one more would be the 10th GPU of 9"
-
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = connect(redis_url, 2.0)
-    yield store
-    await store.close()
 
 
 @pytest.mark.redis

@@ -2,7 +2,6 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import ResponseError
@@ -110,14 +109,6 @@ async def test_a_dead_server_costs_little_and_opens_the_breaker(clock: ManualClo
         with pytest.raises(StoreUnavailable, match="not waited for"):
             await store.call(lambda redis: redis.ping())
         await store.close()
-
-
-@pytest.fixture
-def own_server() -> Iterator[ValkeyServer]:
-    server = ValkeyServer(port=free_port())
-    server.start()
-    yield server
-    server.stop()
 
 
 async def _timed_failure(store: Store) -> float:

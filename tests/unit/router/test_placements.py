@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 
 from headrace.keys import Keys
-from headrace.store import Store, connect
+from headrace.store import Store
 from router.decisions.told import Brought, Told
 from router.placements import HEARD_AT_ONCE, MAX_KEYS, MAX_SECONDS, Placements
 
 pytestmark = pytest.mark.redis
 CLUSTERS = itertools.count()
-
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = connect(redis_url, budget_seconds=5.0)
-    yield store
-    await store.close()
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Several routers that share a tenant's quotas, over a real Valkey. Redis's own time is the only one that passes."""
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.redis
 T = TypeVar("T")
 CLUSTERS = itertools.count()
 LEASE_SECONDS = 10.0
-
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = connect(redis_url, budget_seconds=5.0)
-    yield store
-    await store.close()
 
 
 @dataclass

