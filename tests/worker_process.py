@@ -1,4 +1,4 @@
-"""`python -m workers` as a child process, for tests."""
+"""`python -m workers` as a process of its own, for tests."""
 
 import asyncio
 import os
@@ -12,13 +12,14 @@ import grpc
 
 from headrace.v1 import control_pb2_grpc
 from headrace.values import PrefillTarget
+from tests.forked import Command
 
 
 @dataclass
 class WorkerProcess:
     """A worker that said it is ready. `log` is where its stderr goes."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Command
     worker_id: str
     address: str
     log: pathlib.Path
@@ -42,15 +43,21 @@ async def a_worker_process(
     *options: str,
     generation: int = 1,
     environment: Mapping[str, str] | None = None,
+    forked: bool = False,
 ) -> AsyncIterator[WorkerProcess]:
+    """`forked`: by `main` of the module in a process that has all loaded, not by a new interpreter."""
     log = folder / f"{worker_id}.log"
-    command = (sys.executable, "-m", "workers", "--model", str(model), "--worker-id", worker_id)
-    command += ("--generation", str(generation))
+    arguments = ("--model", str(model), "--worker-id", worker_id, "--generation", str(generation), *options)
     own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            *command, *options, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=own
-        )
+    process: asyncio.subprocess.Process | Command
+    if forked:
+        process = await Command.worker(arguments, own, log)
+    else:
+        command = (sys.executable, "-m", "workers", *arguments)
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=own
+            )
     try:
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode().split()

@@ -113,7 +113,8 @@ async def cluster(checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFac
 
         async def start(name: str, tp: int, pp: int) -> None:
             layout = ("--role", "unified", "--tp", str(tp), "--pp", str(pp))
-            worker = await stack.enter_async_context(a_worker_process(checkpoint, folder, name, *layout, *SHARED))
+            starting = a_worker_process(checkpoint, folder, name, *layout, *SHARED, forked=True)
+            worker = await stack.enter_async_context(starting)
             made.workers[name] = worker
             made.routers[name] = await stack.enter_async_context(open_session(worker.address))
 

@@ -65,11 +65,14 @@ async def on(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> AsyncI
     checkpoint, log = make_checkpoint(folder / "model"), folder / "decisions.jsonl"
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(a_receiver())
+        options = ("--block-size", str(BLOCK), "--num-blocks", "96", "--log-format", "json")
+        options += ("--redis-url", redis_url, "--cluster", "why")
+        options += (f"--otlp-endpoint=grpc://{receiver.grpc_address}",)
         for worker, role in (("p0", "prefill"), ("d0", "decode")):
-            options = ("--block-size", str(BLOCK), "--num-blocks", "96", "--role", role, "--log-format", "json")
-            options += ("--redis-url", redis_url, "--cluster", "why")
-            options += (f"--otlp-endpoint=grpc://{receiver.grpc_address}",)
-            await stack.enter_async_context(a_worker_process(checkpoint, folder, worker, *options, environment=SOON))
+            starting = a_worker_process(
+                checkpoint, folder, worker, "--role", role, *options, environment=SOON, forked=True
+            )
+            await stack.enter_async_context(starting)
         sections = {
             "name": "why",
             "redis": {"url": redis_url},

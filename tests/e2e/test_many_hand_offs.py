@@ -61,10 +61,12 @@ async def test_a_thousand_hand_offs_leave_no_block_behind_and_change_no_answer(t
     model = make_checkpoint(tmp_path)
     async with AsyncExitStack() as stack:
         roles = {"d0": ("decode",), "p0": ("prefill",), "p1": ("prefill", "--pp", "2")}
-        workers = {}
-        for name, (role, *layout) in roles.items():
-            worker = a_worker_process(model, tmp_path, name, "--role", role, *layout, *SIZES)
-            workers[name] = await stack.enter_async_context(worker)
+        starting = [
+            a_worker_process(model, tmp_path, name, "--role", role, *layout, *SIZES, forked=True)
+            for name, (role, *layout) in roles.items()
+        ]
+        started = await asyncio.gather(*map(stack.enter_async_context, starting))
+        workers = dict(zip(roles, started, strict=True))
         router = await stack.enter_async_context(open_session(workers["d0"].address))
         asked = prompts(draw)
         expected = [await router.submit(replace(each, cache_salt="alone")).end() for each in asked]

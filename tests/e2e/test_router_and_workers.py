@@ -84,10 +84,14 @@ def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
 async def running_cluster(folder: pathlib.Path, redis_url: str, name: str) -> AsyncIterator[Cluster]:
     checkpoint = make_checkpoint(folder / "model")
     async with AsyncExitStack() as stack:
-        workers = {}
-        for worker, role in (("p0", "prefill"), ("d0", "decode")):
-            options = (*OPTIONS, "--role", role, "--redis-url", redis_url, "--cluster", name)
-            workers[worker] = await stack.enter_async_context(a_worker_process(checkpoint, folder, worker, *options))
+        options = (*OPTIONS, "--redis-url", redis_url, "--cluster", name)
+        roles = {"p0": "prefill", "d0": "decode"}
+        starting = [
+            a_worker_process(checkpoint, folder, worker, "--role", role, *options, forked=True)
+            for worker, role in roles.items()
+        ]
+        started = await asyncio.gather(*map(stack.enter_async_context, starting))
+        workers = dict(zip(roles, started, strict=True))
         following = store.connect(redis_url, budget_seconds=1.0)
         stack.push_async_callback(following.close)
         core = await stack.enter_async_context(

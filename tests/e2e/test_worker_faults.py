@@ -66,7 +66,7 @@ async def started(
     stack: AsyncExitStack, checkpoint: pathlib.Path, folder: pathlib.Path, role: str, names: Sequence[str]
 ) -> list[WorkerProcess]:
     """Workers of one role, side by side; they end with the stack."""
-    starting = (a_worker_process(checkpoint, folder, name, "--role", role, *OPTIONS) for name in names)
+    starting = (a_worker_process(checkpoint, folder, name, "--role", role, *OPTIONS, forked=True) for name in names)
     return list(await asyncio.gather(*map(stack.enter_async_context, starting)))
 
 
@@ -185,7 +185,7 @@ async def test_a_decode_worker_stopped_in_mid_pull_and_woken_after_every_deadlin
 ) -> None:
     """What it was told of has other content by then: its read fails, and every block that comes later has its digest."""
     async with (
-        a_worker_process(checkpoint, tmp_path, "stopped", "--role", "decode", *OPTIONS) as victim,
+        a_worker_process(checkpoint, tmp_path, "stopped", "--role", "decode", *OPTIONS, forked=True) as victim,
         open_session(victim.address) as router,
         pair.session() as others,
         asyncio.timeout(60),
@@ -213,7 +213,7 @@ async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time
     pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     async with (
-        a_worker_process(checkpoint, tmp_path, "frozen", "--role", "prefill", *OPTIONS) as prefill,
+        a_worker_process(checkpoint, tmp_path, "frozen", "--role", "prefill", *OPTIONS, forked=True) as prefill,
         pair.session() as router,
     ):
         warm = await router.submit(replace(request("warm"), prefill=prefill.target)).end()

@@ -37,11 +37,14 @@ async def workers(
     checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[dict[str, WorkerProcess]]:
     folder = tmp_path_factory.mktemp("workers")
+    roles = {"p0": "prefill", "d0": "decode", "u0": "unified"}
     async with AsyncExitStack() as stack:
-        yield {
-            name: await stack.enter_async_context(a_worker_process(checkpoint, folder, name, "--role", role, *OPTIONS))
-            for name, role in (("p0", "prefill"), ("d0", "decode"), ("u0", "unified"))
-        }
+        starting = [
+            a_worker_process(checkpoint, folder, name, "--role", role, *OPTIONS, forked=True)
+            for name, role in roles.items()
+        ]
+        started = await asyncio.gather(*map(stack.enter_async_context, starting))
+        yield dict(zip(roles, started, strict=True))
 
 
 def request(name: str, length: int, *, n: int = 1, prefill: PrefillTarget | None = None, **sampling: object) -> Request:
