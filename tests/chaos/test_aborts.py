@@ -48,7 +48,8 @@ async def test_case_06_an_abort_storm_holds_no_slot_and_leaves_the_goodput_as_it
     None of those may be on any worker a second after it left."""
     await stage.d0.faults(Fault(point="step", action="delay", seconds=0.02))
     await stage.goodput(1)
-    before = await stage.goodput(4)
+    before = await stage.goodput(10)
+    rate = 3 * before.a_second
     left: dict[str, float] = {}
 
     async def client(number: int) -> None:
@@ -64,16 +65,16 @@ async def test_case_06_an_abort_storm_holds_no_slot_and_leaves_the_goodput_as_it
 
     watch = Watch(stage)
     looking = asyncio.create_task(watch.look())
-    num_clients = int(STORM_SECONDS * 3 * before)
-    await stage.storm(3 * before, client)
-    after = await stage.goodput(4)
+    await stage.storm(rate, client)
+    after = await stage.goodput(10)
     looking.cancel()
     await asyncio.wait([looking])
     held = {name: watch.last_seen[name] - left_at for name, left_at in left.items() if name in watch.last_seen}
-    assert len(left) > num_clients / 3, "it was no storm"
-    assert sum(seconds > -0.1 for seconds in held.values()) > before, "hardly one was on a worker when its client left"
+    assert len(left) > STORM_SECONDS * rate / 3, "it was no storm"
+    num_on_a_worker = sum(seconds > -0.1 for seconds in held.values())
+    assert num_on_a_worker > rate / 3, "hardly one was on a worker when its client left"
     assert max(held.values()) < 1.0, "a slot was held for nobody"
-    assert after >= 0.9 * before, (before, after)
+    assert after.a_step >= 0.9 * before.a_step, (before, after)
 
 
 TRANSFERS = {
@@ -99,7 +100,7 @@ async def test_case_01_fifty_loads_aborted_in_mid_transfer_and_now_and_then_a_ki
             asking.cancel()
             await asyncio.wait([asking])
             assert asking.cancelled()
-            if number in (8, 16):
+            if number == 12:
                 stage.p0.kill()
                 await stage.respawn("p0")
     await stage.clear()
@@ -110,23 +111,29 @@ async def test_case_01_fifty_loads_aborted_in_mid_transfer_and_now_and_then_a_ki
 
 
 async def test_case_05_an_abort_between_the_chunks_of_a_prompt(stage: Stage) -> None:
-    await stage.p0.faults(Fault(point="step", action="delay", seconds=0.15))
     async with stage.decoding():
         await stage.reset_caches()
-        name, asking = await stage.hand_over(4 * CHUNK)
         before = (await stage.p0.describe()).num_steps
+        two_chunks = Fault(point="step", action="delay", times=2)
+        await stage.p0.faults(two_chunks, Fault(point="step", action="pause"))
+        name, asking = await stage.hand_over(4 * CHUNK)
 
-        async def second_chunk_is_done() -> bool:
-            return bool((await stage.p0.describe()).num_steps >= before + 2)
+        async def first_chunk_is_done() -> bool:
+            """The second is under way then, and the third held."""
+            return bool((await stage.p0.describe()).num_steps > before)
 
-        await until(second_chunk_is_done)
+        async def ticket_is_gone() -> bool:
+            return not (await stage.p0.describe()).tickets
+
+        await until(first_chunk_is_done)
         asking.cancel()
         await asyncio.wait([asking])
+        await until(ticket_is_gone)
     await stage.clear()
     await stage.settled()
     described = await stage.p0.describe()
     assert described.blocks.free + described.blocks.cached == 256
-    assert described.blocks.cached <= 3 * CHUNK // 8, "the third chunk may have been under way, the fourth was not"
+    assert described.blocks.cached <= 3 * CHUNK // 8, "the third chunk went on at last, the fourth was never made"
     again = text_of(await stage.ask(name, 4 * CHUNK))
     await stage.reset_caches()
     assert text_of(await stage.ask(name, 4 * CHUNK)) == again
