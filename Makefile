@@ -63,7 +63,7 @@ bench-operate: setup  ## what it costs to run a cluster: controller, planner, lo
 	$(PY)/python -m loadtests.bench_operate $(if $(ONLY),$(addprefix --only ,$(ONLY)),--out docs/benchmarks/operate-cpu.json) $(if $(GATE),--gate)
 
 gpu-test:  ## the kernels, the engine, the links and parallel ranks on one CUDA device or two, with the host's own Python
-	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py
+	$(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q tests/gpu tests/contract/test_kv_link.py tests/contract/test_kv_link_peers.py
 
 gpu-day:  ## all that GPUs are for, in the order of its worth; each part once, within SECONDS=560 a call; goes on where it was cut (TRACES=… PEER="…" PAIR_PEER="…" PACK=FILE.tgz)
 	$(GPU_PYTHON) -m loadtests.gpu_day --seconds $(or $(SECONDS),560) $(if $(TRACES),--traces $(TRACES)) \
@@ -84,7 +84,7 @@ bench-kernels:  ## each kernel against the card's own limits; the pull too where
 # What takes a GPU host longer than one call may: each part is done once, and the same command goes on where it was cut.
 GPU_DONE := .headrace/gpu-done
 MULTI_TESTS := $(addprefix tests/,$(addsuffix .py,gpu/test_pair gpu/test_link gpu/test_sums gpu/test_parallel gpu/test_deterministic \
-	gpu/test_profile contract/test_kv_link))
+	gpu/test_profile contract/test_kv_link contract/test_kv_link_peers))
 
 gpu-test-multi: $(MULTI_TESTS:%=$(GPU_DONE)/%)  ## hand-off, links and parallel ranks on two CUDA devices, their answers and profiles, a file at a time; goes on where it was cut (make gpu-again begins anew)
 

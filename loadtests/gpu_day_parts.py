@@ -58,7 +58,8 @@ def _parts(host: Host) -> list[Part]:
         test("gpu/test_pair", 30),
         test("gpu/test_sums", 60),
         test("gpu/test_parallel", 110),
-        test("contract/test_kv_link", 120),
+        test("contract/test_kv_link", 40),
+        test("contract/test_kv_link_peers", 80),
         bench("bench_kernels", "kernels", 40, 150, devices="0"),
         bench("bench_gpu", "engine", 240, 450, *ENGINE, devices="0", peer="--peer"),
         bench("bench_handoff", "handoff", 30, 120, "--source-device", "1", devices="0"),
@@ -110,11 +111,11 @@ KNEES: tuple[tuple[str, Sequence[float], Mapping[int, Sequence[str]]], ...] = (
 PEER, PAIR_PEER = "peer", "pair-peer"  # another engine's own benches, just before ours
 _ONE = (
     *("gpu/test_kernels", "kernels", "gpu/test_engine", PEER, "engine", "gpu/test_deterministic", "gpu/test_ahead"),
-    *("gpu/test_profile", "gpu/test_link", "contract/test_kv_link", "gpu/test_sums", "gpu/test_pair"),
-    "gpu/test_parallel",
+    *("gpu/test_profile", "gpu/test_link", "contract/test_kv_link", "contract/test_kv_link_peers"),
+    *("gpu/test_sums", "gpu/test_pair", "gpu/test_parallel"),
 )
 _TWO = (
-    *("contract/test_kv_link", "link", "gpu/test_sums", "gpu/test_kernels", "kernels"),
+    *("contract/test_kv_link", "contract/test_kv_link_peers", "link", "gpu/test_sums", "gpu/test_kernels", "kernels"),
     *(PAIR_PEER, "handoff-pair", "disagg-mooncake", "gpu/test_engine", PEER, "engine", "disagg-azure", "gpu/test_pair"),
     *("gpu/test_parallel", "gpu/test_deterministic", "handoff", "gpu/test_link", "gpu/test_profile", "gpu/test_ahead"),
     "parallel",

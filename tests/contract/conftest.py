@@ -1,6 +1,12 @@
+"""Ranks that start sooner than a new interpreter, and every implementation of a KvLink that this host can try."""
+
 from collections.abc import Iterator
 
 import pytest
+
+from tests.contract.links import MAKE, Implementation, why_not
+
+ON_GPU = ("nccl", "nvlink")
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +18,15 @@ def forked_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "spawn_local", spawn_local)
         yield
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.gpu] if name in ON_GPU else []) for name in sorted(MAKE)])
+def scheme(request: pytest.FixtureRequest) -> str:
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return str(request.param)
+
+
+@pytest.fixture
+def kind(scheme: str) -> Implementation:
+    return MAKE[scheme]()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headrace.errors import LinkClosed
+from tests.contract.link_ends import Source, await_closed, same
 from tests.contract.links import BIG, BIG_BLOCKS, EPOCH, MAKE, WHOLE, filled_pool, pulls_of
-from tests.contract.test_kv_link import Source, await_closed, same
 from workers.kv.links import schemes
 from workers.kv.links.base import BlockPull
 from workers.kv.pool import KvPool

@@ -17,26 +17,20 @@ from safetensors.torch import load_file, save_file
 
 from headrace.config import EngineConfig
 from headrace.errors import WorkerLost
-from headrace.values import ParallelLayout, Role, SamplingParams
-from tests.model_steps import DECODES, Steps, alone, decodes, prompts, random_ids
+from headrace.values import ParallelLayout
+from tests.gpu.decoding import ENGINE, ON_GPU, begin, decode, executor_of
+from tests.model_steps import DECODES, Steps, alone, decodes, prompts
 from tests.rank_processes import RankProcesses, rank_processes
 from tests.tiny import make_checkpoint, make_variant
 from workers.models.parallel import RankContext
-from workers.ranks.build import build_executor
-from workers.ranks.group import RankExecutor, RankLimits
-from workers.scheduling.plan import RowStart, RowWork, StepPlan
-from workers.spec import WorkerSpec
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.gpu2,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-
 TP2, PP2 = ParallelLayout(2, 1), ParallelLayout(1, 2)
 LIMIT, MARGIN = 2e-2, 0.1  # as in test_engine
-ENGINE = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_step_tokens": 256}
-ON_GPU = EngineConfig.model_validate({**ENGINE, "device": "cuda", "dtype": "bfloat16"})
 ON_CPU = EngineConfig.model_validate(ENGINE)
 SECONDS = 10.0
 
@@ -80,25 +74,6 @@ def test_logits_equal_the_cpus(ranks: RankProcesses, tmp_path: pathlib.Path, nam
         assert ((expected.amax(-1) - chosen) < MARGIN * expected.std(-1)).all()
 
 
-def executor_of(layout: ParallelLayout, folder: pathlib.Path) -> RankExecutor:
-    spec = WorkerSpec(f"worker-{layout}", 1, Role.UNIFIED, str(folder), layout, ON_GPU)
-    return build_executor(spec, limits=RankLimits(start_seconds=120, close_seconds=8))
-
-
-def begin(executor: RankExecutor, num_rows: int = 4) -> list[int]:
-    """Rows with a prompt of 20 tokens each; their first tokens."""
-    sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
-    ids = [tuple(random_ids(20, row)) for row in range(num_rows)]
-    work = tuple(RowWork(row, 0, 20, ids[row], (2 * row, 2 * row + 1)) for row in range(num_rows))
-    starts = tuple(RowStart(row, ids[row], (), sampling) for row in range(num_rows))
-    return list(executor.step(StepPlan(1, work, 0, starts=starts)).result(60).token_ids)
-
-
-def decode(number: int, num_rows: int = 4) -> StepPlan:
-    """Every row again at its last but one position: it may go on for ever."""
-    return StepPlan(number, tuple(RowWork(row, 20 + number % 11, 1, None) for row in range(num_rows)), num_rows)
-
-
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
 def test_a_killed_rank_in_mid_decode_fails_the_worker_and_leaves_nothing_stuck(
     tmp_path: pathlib.Path, layout: ParallelLayout
@@ -133,7 +108,8 @@ def test_ranks_do_not_outlive_a_killed_rank_0(tmp_path: pathlib.Path, layout: Pa
     folder = make_checkpoint(tmp_path / "llama")
     program = (
         "import itertools, pathlib, sys\n"
-        "from tests.gpu.test_parallel import ParallelLayout, begin, decode, executor_of\n"
+        "from headrace.values import ParallelLayout\n"
+        "from tests.gpu.decoding import begin, decode, executor_of\n"
         f"executor = executor_of(ParallelLayout({layout.tp}, {layout.pp}), pathlib.Path({str(folder)!r}))\n"
         "begin(executor)\n"
         "flying = [executor.step(decode(2))]\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.values import ParallelLayout, Role
-from tests.gpu.test_parallel import ON_GPU, begin, decode
+from tests.gpu.decoding import ON_GPU, begin, decode
 from tests.tiny import make_checkpoint
 from workers.ranges import NO_RANGES, ranges_of
 from workers.ranks.build import build_executor
