@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.planning.asked import PlanAsked
+from cluster.planning.check import Simulated
 from cluster.planning.gpus import BASIS, BASIS_PRECISION
 from cluster.planning.load import Target
 from cluster.planning.options import HOURS_PER_MONTH, Option
@@ -127,10 +128,38 @@ def _by_simulation(chosen: Settled, target: Target) -> list[str]:
     kept, by_chance = last.simulated.attainment, last.simulated.deviation
     if chosen.holds and kept - by_chance < target.attainment:
         found.append(
-            f"{kept:.1%} ± {by_chance:.1%} of {last.simulated.num_requests} simulated requests keep the SLO without spare "
-            f"workers, and {100 * target.attainment:g}% are asked for: too near to tell, raise simulate.requests"
+            f"{kept:.1%} ± {by_chance:.1%} of {_counted(last.simulated)} keep the SLO without spare workers, and "
+            f"{100 * target.attainment:g}% are asked for: too near to tell, raise simulate.requests"
         )
+    found += _longer_with_more(chosen, last.simulated, chosen.full)
     return found
+
+
+def _counted(found: Simulated) -> str:
+    drawn = f", of traffic that was drawn {found.num_draws} times," if found.num_draws > 1 else ""
+    return f"{found.num_requests} simulated requests{drawn}"
+
+
+def _longer_with_more(chosen: Settled, fewer: Simulated, more: Simulated | None) -> list[str]:
+    """A reader who finds that a larger pool is slower looks for the mistake: mostly it is the traffic's chance."""
+    if more is None or more.pools == fewer.pools or more.ttft_seconds["p90"] <= fewer.ttft_seconds["p90"]:
+        return []
+    off = math.hypot(more.ttft_p90_deviation, fewer.ttft_p90_deviation)
+    beyond = more.ttft_seconds["p90"] - fewer.ttft_seconds["p90"] > 2 * off
+    said = (
+        f"simulated TTFT p90 is {_with_chance(more)} with all workers and {_with_chance(fewer)} without the spare ones: "
+        + ("more than chance makes of it" if beyond else "no more apart than by chance")
+    )
+    if chosen.option.kind == "aggregated":
+        said += (
+            "; more unified workers shorten TPOT rather than TTFT: placement has a prompt wait behind another one where "
+            "that holds up fewer streams"
+        )
+    return [said]
+
+
+def _with_chance(found: Simulated) -> str:
+    return f"{found.ttft_seconds['p90'] * 1e3:.0f} ± {found.ttft_p90_deviation * 1e3:.0f} ms"
 
 
 def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:

@@ -5,7 +5,7 @@ gaps, with prefixes that give the hit rate that was asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
@@ -19,6 +19,7 @@ from headrace.traces import TOKENS_PER_ID, TraceRow
 SAMPLE = 128  # lengths that stand for all
 PREFIXES = 8  # that made traffic shares
 HOURS = 24
+MOST_REDRAWN = 2
 STRETCH_SECONDS = 60.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 1e10  # of a trace whose timestamps are in the unit that they are read in
 
@@ -26,7 +27,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 1e10  # of a trace whose timestamps ar
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """`by_hour`: requests a second in each hour of a day; `peak`: the load that pools are sized for, without headroom.
-    `rows` is what a simulation replays, at whatever rate; `about` says it in a line."""
+    `rows` is what a simulation replays, at whatever rate, `redrawn` what it might have been; `about` says it in a line."""
 
     peak: Load
     by_hour: Sequence[float]
@@ -35,6 +36,12 @@ class Traffic:
     assumptions: tuple[str, ...]
     longest_tokens: int
     num_too_long: int = 0
+    redrawn: tuple[Sequence[TraceRow], ...] = ()
+
+    @property
+    def drawn_anew(self) -> Iterator["Traffic"]:
+        """The same traffic as chance might have made it, too. A trace was made once."""
+        return (replace(self, rows=rows) for rows in self.redrawn)
 
     @property
     def mean_per_second(self) -> float:
@@ -64,7 +71,9 @@ def of(asked: TrafficAsked, *, max_context_tokens: int, num_rows: int, seed: int
     """ConfigError when a trace cannot be read, or holds nothing that fits the context."""
     if asked.trace is not None:
         return _of_trace(asked, max_context_tokens)
-    return _made(asked, max_context_tokens, max(num_rows, SAMPLE), seed)
+    number = max(num_rows, SAMPLE)
+    drawn = [_made(asked, max_context_tokens, number, seed + at) for at in range(1 + MOST_REDRAWN)]
+    return replace(drawn[0], redrawn=tuple(one.rows for one in drawn[1:]))
 
 
 def hours(asked: TrafficAsked, mean: float) -> tuple[list[float], str]:

@@ -187,6 +187,27 @@ def test_case_a_plan_that_holds_by_a_hair_or_grew_says_so() -> None:
     assert "simulation for" not in warned(last)
 
 
+def test_case_more_workers_with_a_longer_ttft_are_explained() -> None:
+    """In the example 7 workers had a longer simulated TTFT p90 than 6, and nothing said that it was by chance."""
+    found = made(simulate={"requests": 150}, api=None)
+    (last,), full = found.chosen.rounds[-1:], found.chosen.full
+    assert full is not None
+
+    def warned(p90: float, off: float) -> str:
+        more = replace(full, ttft_seconds={**full.ttft_seconds, "p90": p90}, ttft_p90_deviation=off)
+        fewer = replace(last.simulated, ttft_seconds={**full.ttft_seconds, "p90": 0.184}, ttft_p90_deviation=off)
+        rounds = (replace(last, simulated=fewer),)
+        chosen = replace(found.chosen, rounds=rounds, full=more)
+        return "\n".join(caveats.warnings(found.asked, chosen, found.traffic, found.prediction))
+
+    assert (
+        "TTFT p90 is 205 ± 12 ms with all workers and 184 ± 12 ms without the spare ones: no more apart than by chance"
+        in warned(0.205, 0.012)
+    )
+    assert "more than chance makes of it" in warned(0.205, 0.002)
+    assert "with all workers and" not in warned(0.183, 0.012)
+
+
 def test_case_a_budget_is_kept_by_the_other_kind_where_one_outgrew_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cheaper one grew beyond the budget in simulation, and the plan was refused though the other one keeps it."""
     grown = made(serve="aggregated", **QUICK).chosen
