@@ -202,7 +202,9 @@ def _ago(seconds: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds is not None else "-"
+    if seconds is None:
+        return "-"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
 
 
 def _part(part: float | None) -> str:

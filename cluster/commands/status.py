@@ -15,7 +15,7 @@ from rich.table import Table
 
 from cluster.commands.screen import screen
 from cluster.config_place import load
-from cluster.session import Session, find, remembered
+from cluster.session import Session, SessionFolder, find, remembered
 from cluster.snapshot import Snapshot, WorkerStatus, take
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError
@@ -62,12 +62,19 @@ def read(cluster: str | None) -> Session:
 
 
 def described(config: ClusterConfig, path: pathlib.Path) -> Session:
-    """A session that nobody wrote. ConfigError when neither the file nor the environment names a Redis."""
+    """A session that nobody wrote; where neither the file nor the environment names a Redis, that of the cluster of this
+    name which runs here. ConfigError when there is none either."""
     url = os.environ.get("HEADRACE_REDIS_URL") or config.redis.url
     if url is None:
-        raise ConfigError(
-            "redis.url must be given, or $HEADRACE_REDIS_URL: it is where workers are found", key="redis.url"
-        )
+        folder = SessionFolder(config.name)
+        session = folder.read()
+        if session is None or not folder.running:
+            raise ConfigError(
+                "redis.url must be given, or $HEADRACE_REDIS_URL: it is where workers are found (no cluster "
+                f"{config.name!r} runs here)",
+                key="redis.url",
+            )
+        return session
     router = config.router
     return Session(
         cluster=config.name,

@@ -246,6 +246,62 @@ async def test_light_and_dark_follow_the_machine_until_somebody_chooses(watched:
     await page.keyboard.press("t")
 
 
+async def test_case_numbers_at_their_borders_are_written_as_people_write_them(watched: Watched) -> None:
+    """99.6 ms was "1.0e+2 ms", and a price of 14,600 beside one of 9,125 was "14.6k $"."""
+    said = await watched.page.evaluate(
+        """async () => { const its = await import("./format.js");
+        const times = [0.0996, 0.9996, 0.00996, 0.00099996, 0.143, 9.996];
+        return [times.map(its.seconds), [14600, 9125.4, null].map(its.money)]; }"""
+    )
+    assert said == [
+        ["100 ms", "1.00 s", "10 ms", "1.0 ms", "143 ms", "10.0 s"],
+        ["14,600", "9,125", "–"],
+    ]
+
+
+async def test_case_the_word_beside_a_thin_flow_is_not_cut(watched: Watched) -> None:
+    """Of a worker that handed little over, at the top, half the name was beyond the picture."""
+    above = await watched.page.evaluate(
+        """async () => { const { showFlows } = await import("./flows.js");
+        const pairs = [["a-0", "d-0", 1], ["b-0", "d-0", 400], ["b-0", "e-0", 1]];
+        showFlows({ pools: [["p", "d", 402]], pairs, left_out: 0, seconds: 60 }, "workers");
+        return [...document.querySelectorAll("#flow-chart text")].map((text) => text.getBBox())
+          .filter((box) => box.y < 0 || box.y + box.height > 130).length; }"""
+    )
+    assert above == 0
+
+
+async def test_case_of_the_ways_that_were_priced_the_one_taken_is_marked(watched: Watched) -> None:
+    """It stood in the heading alone; and a column of what others miss was empty where nobody had targets."""
+    page = watched.page
+    ways = [{"prefill": "p-0", "decode": f"d-{at}", "price_seconds": 1.0 + at, "num_missed": 0} for at in range(2)]
+    why = {"chosen": ways[1], "pairs": ways, "candidates": [], "reason": "pair"}
+    found = {"outcome": "finished", "usage": {"prompt_tokens": 1}, "failures": [], "whys": [why]}
+
+    async def answer(route: Any) -> None:
+        await route.fulfill(json=found)
+
+    await page.route("**/why/**", answer)
+    await page.evaluate("async () => (await import('./why.js')).showWhy({ id: 'one', router: 'r1' })")
+    rows = page.locator("#why-body table").last.locator("tbody tr td:first-child")
+    assert await rows.all_inner_texts() == ["p-0 → d-0", "✓ p-0 → d-1"]
+    assert "others miss" not in await watched.text("#why-body")
+    await page.keyboard.press("Escape")
+    await page.unroute("**/why/**")
+
+
+async def test_case_where_too_few_are_compared_no_empty_table_says_so(watched: Watched) -> None:
+    hidden = await watched.page.evaluate(
+        """async () => { const { showCanary } = await import("./canary.js");
+        const side = { requests: 1, ttft: {}, tpot: {}, prompt_tokens: 0 };
+        showCanary({ canary: { revision: "v3", base: "stable", phase: "live", reason: "", percent: 5, looks: 0,
+          confidence: 0.95, failures: 0, max_failures: 3, min_requests: 60, sides: [{ ...side, name: "stable" }],
+          tests: [], events: [] } });
+        return [...document.querySelectorAll("#canary-body table")].map((table) => table.hidden); }"""
+    )
+    assert hidden == [False, True]
+
+
 async def test_while_it_is_paused_nothing_moves_and_it_says_so(watched: Watched) -> None:
     page = watched.page
     await page.locator("#pause").click()

@@ -26,7 +26,7 @@ export function showCanary({ canary }) {
     body.events = h("ul", { class: "lines" });
     replace(body, body.about, body.why,
       h("table", { class: "planned" }, h("caption", {}, "Both over the same time"), head(...HEADS), body.sides),
-      h("table", { class: "planned" }, h("caption", {}, "Worse beyond chance?"),
+      body.judged = h("table", { class: "planned" }, h("caption", {}, "Worse beyond chance?"),
         head("comparison", "canary", "beside", "difference at least", "at most", "allowed", ""), body.tests),
       body.few, h("details", {}, h("summary", {}, "What happened"), body.events));
   }
@@ -36,6 +36,7 @@ export function showCanary({ canary }) {
   say(body.why, canary.reason);
   keyed(body.sides, canary.sides, (side) => side.name, () => cells(HEADS.length), showSide);
   keyed(body.tests, canary.tests, (test) => test.name, () => cells(7), showTest);
+  set(body.judged, "hidden", !canary.tests.length);
   say(body.few, canary.tests.length ? "" : `Nothing is judged below ${count(canary.min_requests)} requests of each.`);
   keyed(body.events, canary.events, (event) => `${event.number} ${event.after} ${event.reason}`, () => h("li", {}), (item, event) =>
     say(item, `${ago(event.ago)}: ${event.revision} ${event.before || "–"} → ${event.after.replace("_", " ")}: ${event.reason}`));

@@ -6,6 +6,7 @@ import { count } from "./format.js";
 const WIDTH = 560;
 const NODE = 9;
 const GAP = 6;
+const EDGE = 10; // above and below, for the word beside a thin one
 const MAX_NODES = 14;
 const SIDE = 150;
 
@@ -56,9 +57,9 @@ function column(pairs, side, height) {
   for (const pair of pairs) totals.set(pair[side], (totals.get(pair[side]) ?? 0) + pair[2]);
   const names = [...totals.keys()].sort(natural.compare);
   const sum = [...totals.values()].reduce((all, number) => all + number, 0);
-  const room = height - GAP * (names.length - 1) - 2;
+  const room = height - GAP * (names.length - 1) - 2 * EDGE;
   const nodes = new Map();
-  let y = 1;
+  let y = EDGE;
   for (const name of names) {
     const tall = Math.max((room * totals.get(name)) / sum, 2);
     nodes.set(name, { y, height: tall, total: totals.get(name), used: 0 });

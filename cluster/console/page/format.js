@@ -17,6 +17,11 @@ export function rate(value) {
   return value > 0 && value < 10 ? value.toFixed(1) : count(value);
 }
 
+/** In the plan's own currency, which nobody names. */
+export function money(value) {
+  return known(value) ? whole.format(value) : missing;
+}
+
 /** Never rounded up to 100 or down to 0. */
 export function percent(part, digits = 0) {
   if (!known(part)) return missing;
@@ -28,9 +33,9 @@ export function percent(part, digits = 0) {
 export function seconds(value) {
   if (!known(value)) return missing;
   if (value === 0) return "0 s";
-  if (value < 1e-3) return `${(1e6 * value).toFixed(0)} µs`;
-  if (value < 1) return `${(1e3 * value).toPrecision(value < 0.1 ? 2 : 3)} ms`;
-  if (value < 10) return `${value.toFixed(2)} s`;
+  if (value < 0.9995e-3) return `${(1e6 * value).toFixed(0)} µs`;
+  if (value < 0.9995) return `${(1e3 * value).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 9.995) return `${value.toFixed(2)} s`;
   if (value < 120) return `${value.toFixed(1)} s`;
   if (value < 7200) return `${whole.format(value / 60)} min`;
   return `${(value / 3600).toFixed(1)} h`;

@@ -1,9 +1,9 @@
 // What was planned beside what is.
 
 import { byId, h, keyed, replace, say, set } from "./dom.js";
-import { count, known, missing, percent, rate, seconds } from "./format.js";
+import { count, known, missing, money, percent, rate, seconds } from "./format.js";
 
-const UNITS = { rate, count, percent: (value) => percent(value, 1), seconds, money: (value) => (known(value) ? `${count(value)} $` : missing) };
+const UNITS = { rate, count, percent: (value) => percent(value, 1), seconds, money };
 
 export function showPlan({ plan }) {
   const body = byId("plan-body");
@@ -18,7 +18,7 @@ export function showPlan({ plan }) {
     replace(body, h("p", { class: "muted" }), h("table", { class: "planned" },
       h("thead", {}, h("tr", {}, h("th", {}), h("th", { class: "number" }, "planned"), h("th", { class: "number" }, "now"), h("th", { class: "number" }, "of plan"), h("th", {}))), body.table));
   }
-  say(byId("plan-note"), plan.off ? `${plan.off} figures are off the plan` : "nothing is off the plan");
+  say(byId("plan-note"), plan.off ? `${plan.off} ${plan.off === 1 ? "figure is" : "figures are"} off the plan` : "nothing is off the plan");
   say(body.firstChild, `${plan.about}${plan.holds_in_simulation === false ? "; it did not hold in simulation" : ""}`);
   keyed(body.table, plan.rows, (row) => row.part + row.what,
     () => h("tr", {}, h("td", {}), h("td", { class: "number" }), h("td", { class: "number" }), h("td", { class: "number" }), h("td", {}, h("span", { class: "icon" }))),

@@ -66,6 +66,8 @@ function candidates(why) {
 
 function pairs(why) {
   const rows = [...why.pairs].sort((a, b) => a.price_seconds - b.price_seconds).slice(0, MAX_ROWS);
-  return table("Ways priced", 1, ["way", "price", "TTFT", "transfer", "TPOT", "stall of others", "others miss"],
-    rows.map((pair) => [way(pair), seconds(pair.price_seconds), seconds(pair.ttft_seconds), seconds(pair.transfer_seconds), seconds(pair.tpot_seconds), seconds(pair.stall_seconds), pair.num_missed ? pair.num_missed.toFixed(2) : ""]));
+  const taken = (pair) => (why.chosen && way(pair) === chosen(why) ? "✓ " : "");
+  const misses = rows.some((pair) => pair.num_missed);
+  return table("Ways priced", 1, ["way", "price", "TTFT", "transfer", "TPOT", "stall of others", ...(misses ? ["others miss"] : [])],
+    rows.map((pair) => [taken(pair) + way(pair), seconds(pair.price_seconds), seconds(pair.ttft_seconds), seconds(pair.transfer_seconds), seconds(pair.tpot_seconds), seconds(pair.stall_seconds), ...(misses ? [(pair.num_missed ?? 0).toFixed(2)] : [])]));
 }

@@ -13,7 +13,7 @@ from rich.console import Console
 from cluster.commands.screen import screen
 from cluster.commands.status import _render, _say, described
 from cluster.commands.up import say_ready
-from cluster.session import Session
+from cluster.session import Session, SessionFolder
 from cluster.snapshot import Snapshot, WorkerStatus, take
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerReport
@@ -154,6 +154,21 @@ def test_a_cluster_that_others_run_is_described_by_its_configuration(
         described(config, tmp_path)
     monkeypatch.setenv("HEADRACE_REDIS_URL", "redis://far:6379/0")
     assert described(config, tmp_path).redis_url == "redis://far:6379/0"
+
+
+def test_a_file_without_redis_names_the_cluster_that_runs_here(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`headrace canary start --config FILE` was refused on a cluster of `headrace up`, whose Redis is its own."""
+    config = ClusterConfig(name="near", model="m", pools={"all": PoolConfig(role="unified")})
+    monkeypatch.delenv("HEADRACE_REDIS_URL", raising=False)
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path))
+    folder, near = SessionFolder("near"), replace(SESSION, cluster="near")
+    with folder.owned():
+        folder.write(near)
+        assert described(config, tmp_path / "near.yaml") == near
+    with pytest.raises(ConfigError, match=r"no cluster 'near' runs here"):
+        described(config, tmp_path / "near.yaml")
 
 
 def test_what_is_printed_as_json_holds_no_password_of_redis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from cluster.canary.judge import judge
 from cluster.canary.report import Standing, figures
 from cluster.canary.store import CanaryState, Found
 from cluster.canary.values import Event, Evidence, Phase, State, written
-from cluster.commands.canary import command
+from cluster.commands.canary import _ms, command
 from headrace.config import CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
 from headrace.errors import ConfigError, InternalError
 from headrace.store import connect
@@ -173,3 +173,14 @@ def test_figures_are_numbers_that_any_reader_of_json_takes() -> None:
     empty = figures(Standing(LIVE, Evidence(), (), 10.0))
     assert json.dumps(empty, allow_nan=False)
     assert (empty["verdict"], empty["tests"]) == ("too few requests", [])
+
+
+def test_case_times_beyond_a_second_are_written_as_people_write_them() -> None:
+    """TTFT at 90 % was "1.47e+03 ms"."""
+    assert [_ms(seconds) for seconds in (0.0262, 0.26, 0.9996, 1.47, None)] == [
+        "26.2 ms",
+        "260 ms",
+        "1.00 s",
+        "1.47 s",
+        "-",
+    ]
