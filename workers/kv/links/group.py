@@ -24,7 +24,7 @@ class Work(Protocol):
 
 
 class PairGroup:
-    """Two ranks; formed anew for every pair, and closed with it. One thread uses it."""
+    """Two ranks; formed anew for every pair, and closed with it. One thread at a time uses it."""
 
     def __init__(self, pair: Pair, me: int, seconds: float) -> None:
         """Blocks until the peer is there. LinkClosed after `seconds`, or at once when the pair closes."""

@@ -92,7 +92,7 @@ def _carriers(pool: KvPool, seconds: float, settings: Settings) -> MakeCarrier:
 
 
 class NcclPair:
-    """A communicator of two; formed anew for every pair, and aborted with it. One thread uses it."""
+    """A communicator of two; formed anew for every pair, and aborted with it. One thread at a time uses it."""
 
     def __init__(
         self, device: torch.device, pair: Pair, me: int, seconds: float, thread_blocks: int | None = None
@@ -160,8 +160,9 @@ class NcclCarrier:
         self._rooms = deque[Tensor | None]([None] * settings.cut.depth)
 
     def begin(self, blocks: Sequence[int], piece: Piece) -> None:
-        """In a message blocks follow each other from its first on."""
+        """In a message blocks follow each other from its first on. On whichever thread this is."""
         slab = self._pool.slab
+        torch.cuda.set_device(self._pool.tensor.device)
         self._piece, self._block_bytes = piece, piece.num_bytes(slab)
         self._staged = SlabLayout(piece.num_heads, piece.num_layers, slab.block_size, slab.head_dim, slab.element_bytes)
         parts = self._cut.parts(len(blocks), self._block_bytes)

@@ -7,6 +7,7 @@ all others are `next`'s.
 
 import json
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -18,6 +19,7 @@ from workers.kv.channel import Channel, ChannelClosed, connect
 from workers.kv.links.closing import Closing, abandonable
 
 Message = dict[str, Any]
+Taken = Message | Callable[[], None]  # what is left to do with a message, where something has been done
 
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 
@@ -28,7 +30,8 @@ class Pair:
 
     def __init__(self, channel: Channel, closing: Closing) -> None:
         self._channel = channel
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[Taken | None] = SimpleQueue()
+        self._taken_with: Callable[[Message], Taken] | None = None
         self.closing = closing
         self.host = channel.local_host
         self.store = PairStore(self)
@@ -48,7 +51,7 @@ class Pair:
                 elif "error" in message:
                     self.closing.close(f"the peer failed: {message['error']}")
                 else:
-                    self._messages.put(message)
+                    self._messages.put(message if self._taken_with is None else self._taken_with(message))
         except ChannelClosed as error:
             self.closing.close(f"the peer is gone: {error}")
         except (ValueError, KeyError, TypeError) as error:
@@ -64,14 +67,25 @@ class Pair:
 
     def next(self, seconds: float | None) -> Message:
         """The peer's next message. LinkClosed when the pair is closed, as it is after `seconds` of silence."""
+        message = self.take(seconds)
+        assert isinstance(message, dict), "take_with is for who takes"
+        return message
+
+    def take_with(self, work: Callable[[Message], Taken]) -> None:
+        """From here on `work` is done with each message on the thread that reads, before the next is read; it neither
+        raises nor waits for the peer. `take` gets what it returns, or a message that came before."""
+        self._taken_with = work
+
+    def take(self, seconds: float | None) -> Taken:
+        """As next()."""
         try:
-            message = self._messages.get(timeout=seconds)
+            taken = self._messages.get(timeout=seconds)
         except Empty:
             self.closing.close(f"the peer said nothing for {seconds} s")
-            message = None
-        if message is None:
+            taken = None
+        if taken is None:
             raise self.closing.error()
-        return message
+        return taken
 
 
 def reach(host: str, port: int, token: str, seconds: float, closing: Closing) -> Channel:

@@ -9,12 +9,13 @@ changes hands later all come: both ends know how many there are, and say nothing
 """
 
 import contextlib
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from workers.kv.layout import Piece
 from workers.kv.links.base import BlockPull
 from workers.kv.links.closing import Closing
 from workers.kv.links.endpoint import Endpoint
-from workers.kv.links.pair import Message, Pair, reach
+from workers.kv.links.pair import Message, Pair, Taken, reach
 from workers.kv.links.terms import ReadHook, Terms, check_epochs, check_read
 from workers.kv.pool import KvPool
 
@@ -50,9 +51,9 @@ class Cut:
 
 
 class Carrier(Protocol):
-    """Moves the messages of one link at one of its ends, `depth` of its cut at once; formed and used by one thread. What it
-    does not finish raises LinkClosed, at once when the pair closes. Reads and writes may be under way when the call
-    returns."""
+    """Moves the messages of one link at one of its ends, `depth` of its cut at once; used by one thread at a time. What it
+    does not finish raises LinkClosed, at once when the pair closes; nothing else waits for the peer. Reads and writes may
+    be under way when the call returns."""
 
     def begin(self, blocks: Sequence[int], piece: Piece) -> None:
         """The blocks at this end of what is moved next, of which parts are asked for; the last read has settled."""
@@ -99,38 +100,74 @@ class StagedSource:
         self._hook = hook
 
     def answer(self, pair: Pair, first: Message) -> None:
+        """Requests begin on the thread that reads them: another one would be woken at the cost of a third of a message."""
         terms = Terms.of(self._pool)
         pair.send({"cut": asdict(self._cut), **asdict(terms)})
         terms.check(first)
         self._cut.check(first)
         carrier = self._make(pair, SOURCE)
-        while True:
-            self._read(pair, carrier, pair.next(None))
+        turn = threading.Lock()  # whoever holds it, from a request's begin to its end, may use the carrier
 
-    def _read(self, pair: Pair, carrier: Carrier, request: Message) -> None:
+        def begun(request: Message) -> Taken:
+            if self._hook is not None or not turn.acquire(blocking=False):
+                return request
+            try:
+                rest = self._begin(pair, carrier, request)
+            except Exception as error:  # of the thread that serves
+                return partial(_fail, error)
+            if pair.closing.closed:  # nobody may be left to do the rest
+                carrier.settle()
+            return rest
+
+        pair.take_with(begun)
+        try:
+            while True:
+                taken = pair.take(None)
+                if isinstance(taken, dict):  # it came before anyone took, or too soon
+                    turn.acquire()
+                    taken = self._begin(pair, carrier, taken)
+                taken()
+                turn.release()
+        finally:
+            carrier.settle()
+
+    def _begin(self, pair: Pair, carrier: Carrier, request: Message) -> Callable[[], None]:
+        """What waits for nothing: the first messages are on their way. The function returned does the rest."""
         piece = Piece(**request["piece"])
         blocks, asked = _unpacked(request["blocks"]), _unpacked(request["epochs"])
         check_read(self._pool.slab, self._pool.num_blocks, piece, blocks)
         epochs, depth = self._epochs(blocks), self._cut.depth
         parts = self._cut.parts(len(blocks), piece.num_bytes(self._pool.slab))
+        parts = parts if epochs == asked else parts[:depth]
         sending: deque[Sent] = deque()
-        with contextlib.ExitStack() as settled:
-            settled.callback(carrier.settle)
-            carrier.begin(blocks, piece)
-            for part in parts if epochs == asked else parts[:depth]:
-                if len(sending) == depth:
+
+        def send(part: slice) -> None:
+            content = carrier.read(part)
+            if self._hook is not None:
+                carrier.settle()
+                for index in range(part.start, part.stop):
+                    self._hook(index)
+            sending.append(carrier.send(content))
+            if part.start == 0:  # said while the first message is on its way
+                pair.send({"epochs": _packed(epochs)})
+
+        def rest() -> None:
+            with contextlib.ExitStack() as settled:
+                settled.callback(carrier.settle)
+                for part in parts[depth:]:
                     carrier.finish(sending.popleft())
-                content = carrier.read(part)
-                if self._hook is not None:
-                    carrier.settle()
-                    for index in range(part.start, part.stop):
-                        self._hook(index)
-                sending.append(carrier.send(content))
-                if part.start == 0:  # said while the first message is on its way
-                    pair.send({"epochs": _packed(epochs)})
-        pair.send({"epochs": _packed(self._epochs(blocks))})
-        while sending:
-            carrier.finish(sending.popleft())
+                    send(part)
+            pair.send({"epochs": _packed(self._epochs(blocks))})
+            while sending:
+                carrier.finish(sending.popleft())
+
+        with contextlib.ExitStack() as failed:
+            failed.callback(carrier.settle)
+            carrier.begin(blocks, piece)
+            for part in parts[:depth]:
+                send(part)
+            failed.pop_all()
+        return rest
 
     def _epochs(self, blocks: Sequence[int]) -> list[int]:
         found: list[int] = self._pool.epochs.numpy()[blocks].tolist()  # a quarter of what it costs through torch
@@ -218,6 +255,10 @@ class StagedTransport:
     def release(self) -> None:
         """The pair closes with the link. Staging goes here: the link itself may be kept until somebody pulls again."""
         self._carrier = None
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 @lru_cache(maxsize=64)

@@ -104,6 +104,7 @@ def test_a_message_goes_out_behind_its_gather_and_comes_into_its_room_behind_the
     monkeypatch.setattr(torch.cuda, "stream", behind)
     computing, made = Computing(), list[GlooPair]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def carriers(pool: KvPool) -> Callable[[Pair, int], Any]:
         def make(pair: Pair, me: int) -> Any:

@@ -1,7 +1,11 @@
 """How a staged link cuts a read into messages, what it awaits before it knows, and what it holds for how long."""
 
 import contextlib
+import os
+import threading
 import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -19,7 +23,7 @@ from workers.kv.links.endpoint import Endpoint
 from workers.kv.links.gloo import GlooCarrier
 from workers.kv.links.group import Work
 from workers.kv.links.link import Link
-from workers.kv.links.pair import Message, Pair, reach
+from workers.kv.links.pair import Message, Pair, Taken, reach
 from workers.kv.links.server import LinkServer
 from workers.kv.links.staged import Cut, StagedSource, StagedTransport
 from workers.kv.links.terms import Terms
@@ -139,3 +143,75 @@ def test_ends_of_a_version_that_knows_of_no_cut_are_refused_by_name() -> None:
         assert "cut" in target.next(10.0)
         with pytest.raises(LinkClosed, match=r"IncompatiblePeer: cut must be .* got None"):
             target.next(10.0)
+
+
+class Noted(GlooCarrier):
+    """A source's, which notes the threads that its reads begin on, and lets the first message's end be waited for."""
+
+    def __init__(self, pool: KvPool, pair: Pair, me: int, threads: list[str], gone: threading.Event) -> None:
+        super().__init__(pool, pair, me, 10.0)
+        self._threads, self._gone = threads, gone
+        self.num_gone = 0
+
+    def begin(self, blocks: Sequence[int], piece: Piece) -> None:
+        self._threads.append(threading.current_thread().name)
+        super().begin(blocks, piece)
+
+    def finish(self, sent: Work) -> None:
+        super().finish(sent)
+        self._gone.wait(10)
+        self.num_gone += 1
+
+
+def test_a_request_begins_on_the_thread_that_reads_it_and_one_that_comes_too_soon_on_the_one_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target has all of a read before the source has seen that its last message is gone."""
+    pools = [KvPool(SLAB, 10, torch.float32, torch.device("cpu")) for _ in range(2)]
+    pools[1].tensor.normal_()
+    cut, threads, gone = Cut(2 * SLAB.block_bytes, depth=2), list[str](), threading.Event()
+    too_soon: list[Message] = []
+    take_with = Pair.take_with
+
+    def noting(pair: Pair, work: Callable[[Message], Taken]) -> None:
+        def taken(message: Message) -> Taken:
+            found = work(message)
+            if isinstance(found, dict):
+                too_soon.append(found)
+            return found
+
+        take_with(pair, taken)
+
+    monkeypatch.setattr(Pair, "take_with", noting)
+    carriers: list[Noted] = []
+
+    def make_noted(pair: Pair, me: int) -> Noted:
+        carriers.append(Noted(pools[1], pair, me, threads, gone))
+        return carriers[-1]
+
+    source = StagedSource(pools[1], make_noted, cut, None)
+    with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"gloo": source.answer})) as server:
+        where = Endpoint.parse(server.endpoint)
+
+        def make(pair: Pair, me: int) -> GlooCarrier:
+            return GlooCarrier(pools[0], pair, me, 10.0)
+
+        with contextlib.closing(Link(StagedTransport("gloo", where, pools[0], 10.0, make, cut))) as link:
+            gone.set()
+            while "link-control" not in threads:  # the first may come before anybody takes, others too soon
+                link.pull([BlockPull(block, 0, block) for block in range(10)], WHOLE)
+            assert torch.equal(pools[0].tensor[:10], pools[1].tensor[:10])
+            while carriers[0].num_gone < 5 * len(threads):
+                os.sched_yield()
+            gone.clear()
+            link.pull([BlockPull(0, 0, 1), BlockPull(1, 0, 0)], WHOLE)
+            before = len(too_soon)
+            with ThreadPoolExecutor(1) as pulling:
+                third = pulling.submit(link.pull, [BlockPull(9, 0, 8)], WHOLE)
+                while len(too_soon) == before:
+                    os.sched_yield()
+                gone.set()
+                third.result(10)
+            assert torch.equal(pools[0].tensor[:2].flip(0), pools[1].tensor[:2])
+            assert torch.equal(pools[0].tensor[8], pools[1].tensor[9])
+    assert threads[-1] != "link-control"
