@@ -44,7 +44,7 @@ from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, Placed, Placement, place
-from router.decisions.view import Views
+from router.decisions.views import Views
 
 PROMPT_TOKENS = 8192
 

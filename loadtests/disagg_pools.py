@@ -17,7 +17,7 @@ from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask as PlacementAsk
 from router.decisions.placement import Placed, place
 from router.decisions.tenants import Targets
-from router.decisions.view import Views
+from router.decisions.views import Views
 from router.requests import COUNT_EVERY_TOKENS
 
 

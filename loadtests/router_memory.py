@@ -22,7 +22,7 @@ from router.decisions.health import Health
 from router.decisions.index import Index
 from router.decisions.ledger import Ledger
 from router.decisions.placement import Ask, Placed, place
-from router.decisions.view import Views
+from router.decisions.views import Views
 from router.follow import Follow
 from router.sessions import Sessions
 from workers.publish import Publisher

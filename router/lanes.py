@@ -4,7 +4,8 @@
 from headrace.errors import Draining, HeadraceError, Overloaded
 from router import measures
 from router.decisions.revisions import Diverted, Revisions
-from router.decisions.view import View, Views
+from router.decisions.view import View
+from router.decisions.views import Views
 from router.flight import Flight
 
 

@@ -32,7 +32,8 @@ from router.decisions.retry import (
 )
 from router.decisions.revisions import Revisions
 from router.decisions.told import Told
-from router.decisions.view import View, Views
+from router.decisions.view import View
+from router.decisions.views import Views
 from router.explanations import Explanation, Explanations, Recent
 from router.flight import Flight, Job, Piece, TextStream
 from router.lanes import Lanes

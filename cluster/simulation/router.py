@@ -33,7 +33,8 @@ from router.decisions.retry import (
 )
 from router.decisions.tenants import NO_TARGETS, Targets
 from router.decisions.told import Told
-from router.decisions.view import HashClass, View, Views
+from router.decisions.view import HashClass, View
+from router.decisions.views import Views
 from workers.virtual.engine import Prompt
 from workers.virtual.time import VirtualTime
 from workers.virtual.worker import VirtualWorker

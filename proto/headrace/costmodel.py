@@ -9,7 +9,7 @@ whatever is in it, and computes meanwhile: `step_seconds` is the roofline of any
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp2
 from statistics import median
 
@@ -249,14 +249,15 @@ class OnlineFit:
     @property
     def model(self) -> CostModel:
         """The fit so far; a line with fewer than MIN_SAMPLES samples stays at its start."""
-        model = self._model
+        m = self._model
+        prefill = m.prefill_base_seconds, m.prefill_token_seconds, m.prefill_token_context_seconds
+        decode = m.decode_base_seconds, m.decode_sequence_seconds, m.decode_context_token_seconds
+        transfer = m.transfer_base_seconds, m.transfer_bytes_per_second
         if self._prefill.settled:
-            a, b, c = self._prefill.weights
-            model = replace(model, prefill_base_seconds=a, prefill_token_seconds=b, prefill_token_context_seconds=c)
+            prefill = self._prefill.weights
         if self._decode.settled:
-            a, b, c = self._decode.weights
-            model = replace(model, decode_base_seconds=a, decode_sequence_seconds=b, decode_context_token_seconds=c)
+            decode = self._decode.weights
         if self._transfer.settled:
-            a, b, _ = self._transfer.weights
-            model = replace(model, transfer_base_seconds=a, transfer_bytes_per_second=1 / max(b, 1e-13))
-        return model
+            base, byte, _ = self._transfer.weights
+            transfer = base, 1 / max(byte, 1e-13)
+        return CostModel(*prefill, *decode, *transfer)

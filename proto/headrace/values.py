@@ -255,9 +255,11 @@ class WorkerInfo:
     revision: str = STABLE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
-    """Work on a worker, or one router's part of it (design 5.6)."""
+    """Work on a worker, or one router's part of it (design 5.6).
+
+    Nobody changes one; it is not frozen because a placement makes several, and freezing costs three times as much."""
 
     num_waiting: int = 0
     num_running: int = 0

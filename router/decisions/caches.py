@@ -61,8 +61,8 @@ class Caches:
         for hash_class, chain in chains.items():
             match = self._index.match(chain)
             credited = match.credited_tokens(hash_class.block_size)
-            if not prediction.promised:  # of one class, as most often, the match itself
-                prediction.cached_tokens, prediction.promised = credited | prediction.cached_tokens, match.promised
+            if len(chains) == 1:  # as most often
+                prediction.cached_tokens, prediction.promised = credited, match.promised
             else:
                 prediction.cached_tokens.update(credited)
                 prediction.promised = prediction.promised | match.promised

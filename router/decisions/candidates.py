@@ -1,7 +1,8 @@
 """Who may take a request, and what is predicted of each: the first half of placement. Pure.
 
-Every worker is looked at for every request, so prices are lists of numbers; a Candidate, which says the same with all that
-it was made from, is made for the few that are compared, and for all when somebody asks why.
+Every worker is looked at for every request, so prices are lists of numbers, worked out of a pool's columns; a Candidate,
+which says the same with all that it was made from, is made for the few that are compared, and for all when somebody asks
+why.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from router.decisions.view import View, WorkerView
+from router.decisions.view import DECODES, Pool, View, WorkerView
 
 EXPECTED_OUTPUT_TOKENS = 128
 Side = Literal["prefill", "decode"]
@@ -58,26 +59,31 @@ class Candidate:
 # -- filter
 
 
-def who_decodes(ask: Ask, view: View, now: float) -> list[WorkerView]:
+def who_decodes(ask: Ask, view: View, now: float) -> Pool:
     """A worker that owns the request already keeps it, whatever became of it since."""
-    if ask.decode is not None:
-        return [worker for worker in view.workers if worker.decodes and worker.worker_id == ask.decode]
+    if ask.decode is None:
+        return _sound(ask, view.decodes, now)
+    owner = view.find(ask.decode)
+    return Pool.of(DECODES, [owner] if owner is not None and owner.decodes else [])
+
+
+def who_prefills(ask: Ask, view: View, now: float) -> Pool:
+    return _sound(ask, view.prefills, now)
+
+
+def _sound(ask: Ask, pool: Pool, now: float) -> Pool:
+    """Leaves out those that take no such request, and ejected workers, whatever they hold in cache; where all are ejected,
+    nobody gains by refusing all. Most often that is nobody."""
     num_tokens = ask.num_prompt_tokens + ask.max_tokens
-    return _sound(ask, [worker for worker in view.workers if num_tokens <= worker.decode_limit], now)
-
-
-def who_prefills(ask: Ask, view: View, now: float) -> list[WorkerView]:
-    num_tokens = ask.num_prompt_tokens + ask.max_tokens
-    return _sound(ask, [worker for worker in view.workers if num_tokens <= worker.prefill_limit], now)
-
-
-def _sound(ask: Ask, workers: list[WorkerView], now: float) -> list[WorkerView]:
-    """Leaves out ejected workers, whatever they hold in cache; where all are ejected, nobody gains by refusing all."""
+    if num_tokens > pool.members.least_limit:
+        pool = pool.only([num_tokens <= limit for limit in pool.members.limits])
     if ask.excluded:
-        workers = [worker for worker in workers if worker.worker_id not in ask.excluded]
-    if not max([worker.ejected_until for worker in workers], default=0.0):
-        return workers  # as most often
-    return [worker for worker in workers if worker.ejected_until <= now] or workers
+        pool = pool.only([worker_id not in ask.excluded for worker_id in pool.members.ids])
+    if pool.members.last_ejection > now:
+        well = [until <= now for until in pool.members.ejected_until]
+        if any(well):
+            pool = pool.only(well)
+    return pool
 
 
 # -- predict
@@ -87,16 +93,16 @@ def all_candidates(ask: Ask, view: View, now: float) -> tuple[Candidate, ...]:
     """Every worker on every side it has, with what is predicted of it or why it was refused."""
     decodes, prefills = who_decodes(ask, view, now), who_prefills(ask, view, now)
     most = most_cached(ask, held_tokens(ask, decodes), held_tokens(ask, prefills))
-    taken = {("decode", worker.worker_id) for worker in decodes} | {
-        ("prefill", worker.worker_id) for worker in prefills
+    taken = {("decode", worker_id) for worker_id in decodes.members.ids} | {
+        ("prefill", worker_id) for worker_id in prefills.members.ids
     }
     others: list[tuple[Side, WorkerView]] = []
     if ask.decode is None:
         others += [("decode", worker) for worker in view.workers if worker.decodes]
     others += [("prefill", worker) for worker in view.workers if worker.prefills]
     return (
-        *(decode_candidate(ask, worker) for worker in decodes),
-        *(prefill_candidate(ask, worker, most) for worker in prefills),
+        *(decode_candidate(ask, worker) for worker in decodes.workers),
+        *(prefill_candidate(ask, worker, most) for worker in prefills.workers),
         *(
             Candidate(worker.worker_id, side, _refusal(ask, worker) or "ejected")
             for side, worker in others
@@ -110,15 +116,15 @@ def cached_tokens(ask: Ask, worker: WorkerView) -> int:
     return min(ask.cached_tokens.get(worker.worker_id, 0), ask.num_prompt_tokens - 1) if ask.cached_tokens else 0
 
 
-def held_tokens(ask: Ask, workers: list[WorkerView]) -> list[int]:
+def held_tokens(ask: Ask, pool: Pool) -> list[int]:
     """Prompt tokens that each of them holds; the last one, which is computed in any case, among them."""
-    held = ask.cached_tokens
-    return [held.get(worker.worker_id, 0) for worker in workers] if held else [0] * len(workers)
+    held, ids = ask.cached_tokens, pool.members.ids
+    return [held.get(worker_id, 0) for worker_id in ids] if held else [0] * len(ids)
 
 
 def most_cached(ask: Ask, *sides: list[int]) -> int:
     """The most of the prompt that anybody holds: whatever more is computed would not have to be."""
-    return min(max(max(held, default=0) for held in sides), ask.num_prompt_tokens - 1)
+    return min(max([max(held, default=0) for held in sides]), ask.num_prompt_tokens - 1)
 
 
 def decode_candidate(ask: Ask, worker: WorkerView) -> Candidate:
@@ -168,41 +174,41 @@ def _room_seconds(ask: Ask, worker: WorkerView, tpot: float) -> float:
 # -- prices
 
 
-def decode_prices(ask: Ask, workers: list[WorkerView]) -> list[float]:
+def decode_prices(ask: Ask, pool: Pool) -> list[float]:
     """The wait for room and an expected output at the predicted TPOT: of a Candidate, without making one."""
     n, num_tokens = ask.n, ask.num_prompt_tokens
     output = EXPECTED_OUTPUT_TOKENS
+    steps, contexts, free_slots, free_tokens = pool.columns
     if n == 1:  # tpot_seconds(), without a call for every worker
-        prices = [output * (worker.step_seconds + worker.context_seconds * num_tokens) for worker in workers]
+        prices = [output * (step + context * num_tokens) for step, context in zip(steps, contexts, strict=True)]
     else:
-        prices = [output * worker.tpot_seconds(n, num_tokens) for worker in workers]
-    full = [at for at, worker in enumerate(workers) if n > worker.free_slots or num_tokens > worker.free_tokens]
-    for at in full:
-        prices[at] += _room_seconds(ask, workers[at], prices[at] / output)
+        prices = [output * worker.tpot_seconds(n, num_tokens) for worker in pool.workers]
+    if prices and (n > min(free_slots) or num_tokens > min(free_tokens)):
+        for at, worker in enumerate(pool.workers):
+            if n > free_slots[at] or num_tokens > free_tokens[at]:
+                prices[at] += _room_seconds(ask, worker, prices[at] / output)
     return prices
 
 
-def prefill_prices(ask: Ask, workers: list[WorkerView], held: list[int], most: int) -> list[float]:
+def prefill_prices(ask: Ask, pool: Pool, held: list[int], most: int) -> list[float]:
     """The queue, the uncached part, and the stall of those who wait."""
-    num_tokens = ask.num_prompt_tokens
+    num_tokens, half = ask.num_prompt_tokens, ask.num_prompt_tokens / 2
     if not most:  # nobody holds anything: as below, in half the time
-        half = num_tokens / 2
+        begins, tokens, contexts, _ = pool.columns
         return [
-            worker.begin_seconds
-            + num_tokens * (worker.cost.prefill_token_seconds + worker.cost.prefill_token_context_seconds * half)
-            for worker in workers
+            begin + num_tokens * (token + context * half)
+            for begin, token, context in zip(begins, tokens, contexts, strict=True)
         ]
     least = num_tokens - most
     least_mean = most + least / 2
     prices: list[float] = []
-    for worker, cached in zip(workers, held, strict=True):
+    for begin, token, context, waiting, cached in zip(*pool.columns, held, strict=True):
         if cached >= num_tokens:
             cached = num_tokens - 1
-        cost, left = worker.cost, num_tokens - cached
-        token, context = cost.prefill_token_seconds, cost.prefill_token_context_seconds
+        left = num_tokens - cached
         compute = left * (token + context * (cached + left / 2))  # prefill_seconds() but for its base, without a call
-        price = worker.begin_seconds + compute
-        if cached < most and (waiting := worker.load.num_waiting):  # stall_seconds(), without one
+        price = begin + compute
+        if cached < most and waiting:  # stall_seconds(), without one
             price += waiting * (compute - least * (token + context * least_mean))
         prices.append(price)
     return prices

@@ -23,16 +23,20 @@ class Chain:
     `keys` are those that are hashed; `grow` alone adds to them.
     """
 
-    __slots__ = ("_rest", "keys")
+    __slots__ = ("_is_whole", "_rest", "keys")
 
     def __init__(self, ids: Iterable[BlockId]) -> None:
         self.keys: list[int] = []
         self._rest = iter(ids)
+        self._is_whole = False
 
     def grow(self) -> bool:
         """Hashes a slice more; False when there is none."""
+        if self._is_whole:
+            return False
         more = keys_of(low_halves(b"".join(islice(self._rest, SLICE_BLOCKS))))
         self.keys += more
+        self._is_whole = len(more) < SLICE_BLOCKS
         return bool(more)
 
     def reaches(self, depth: int) -> bool:

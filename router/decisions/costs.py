@@ -14,6 +14,7 @@ MAX_HALF_LIFE_SECONDS: a worker that is slow by nature is tried about once in fo
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import exp2
+from operator import attrgetter
 from statistics import median_low
 
 from headrace.costmodel import CostModel
@@ -24,6 +25,8 @@ LINES = tuple(
     tuple(name for name in CostModel.__dataclass_fields__ if name.startswith(line))
     for line in ("prefill", "decode", "transfer")
 )
+FIGURES = {line: attrgetter(*line) for line in LINES}
+GUESSED = {line: figures(GUESS) for line, figures in FIGURES.items()}
 Kind = tuple[Compatibility, ParallelLayout]
 
 HALF_LIFE_SECONDS = 60.0
@@ -90,7 +93,7 @@ class Costs:
         measured = [line for line in LINES if _measured(cost, line)]
         for line in measured:
             self.version += line[0] not in lent
-            lent.update((name, getattr(cost, name)) for name in line)
+            lent.update(zip(line, FIGURES[line](cost), strict=True))
         if len(measured) == len(LINES):
             self._complete[info.worker_id] = cost
         else:
@@ -173,4 +176,4 @@ def _between(cost: CostModel, other: CostModel, line: tuple[str, ...], fraction:
 
 
 def _measured(cost: CostModel, line: tuple[str, ...]) -> bool:
-    return any(getattr(cost, name) != getattr(GUESS, name) for name in line)
+    return bool(FIGURES[line](cost) != GUESSED[line])

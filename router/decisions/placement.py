@@ -35,7 +35,7 @@ from router.decisions.candidates import (
 )
 from router.decisions.slo import Verdict, costed, expected
 from router.decisions.streams import beside, tpot_beside
-from router.decisions.view import View, WorkerView
+from router.decisions.view import Pool, View, WorkerView
 
 __all__ = ["Ask", "Candidate", "Decided", "NoCapacity", "Pair", "Placed", "Placement", "Why", "place"]
 
@@ -141,7 +141,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
     """The workers for a request, and why those."""
     decodes = who_decodes(ask, view, now)
     prefills = who_prefills(ask, view, now)
-    if not decodes:
+    if not decodes.workers:
         return NoCapacity(why_nobody_decodes(ask, view), Decided(ask, view, now, reason="nobody decodes"))
     pairs, tie, compared = _priced(ask, decodes, prefills, now)
     chosen, num_near_equals = _pick(costed(pairs, ask.ttft_seconds, ask.tpot_seconds), tie)
@@ -157,9 +157,7 @@ def place(ask: Ask, view: View, now: float) -> Placement:
 # -- price
 
 
-def _priced(
-    ask: Ask, decodes: list[WorkerView], prefills: list[WorkerView], now: float
-) -> tuple[list[Pair], float, dict[str, WorkerView]]:
+def _priced(ask: Ask, decodes: Pool, prefills: Pool, now: float) -> tuple[list[Pair], float, dict[str, WorkerView]]:
     """The pairs worth comparing, what is left of the draw, and the workers of these pairs by id."""
     best, tie = _best_few(decodes, decode_prices(ask, decodes), BEST_FEW, ask.tie)
     on_decodes, on_prefills = held_tokens(ask, decodes), held_tokens(ask, prefills)
@@ -177,23 +175,25 @@ def _priced(
     return pairs, tie, {worker.worker_id: worker for worker in (*best_prefills, *best_decodes)}
 
 
-def _with_warmest(best: list[WorkerView], decodes: list[WorkerView], held: list[int]) -> list[WorkerView]:
+def _with_warmest(best: list[WorkerView], decodes: Pool, held: list[int]) -> list[WorkerView]:
     """The decode worker that holds most of the prompt is compared too, however busy it is."""
     most = max(held)
-    warmest = decodes[held.index(most)]
-    return best if not most or any(worker is warmest for worker in best) else [*best, warmest]
+    if not most:
+        return best
+    warmest = decodes.workers[held.index(most)]
+    return best if any(worker is warmest for worker in best) else [*best, warmest]
 
 
-def _best_few(workers: list[WorkerView], prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
+def _best_few(pool: Pool, prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
     """The best few, and what is left of the draw. Of more near-equals than that any may be among them: a row of
     neighbours from a place that is drawn."""
-    order = sorted(range(len(prices)), key=prices.__getitem__)
-    if len(order) > few and prices[order[few]] <= prices[order[0]] + NEAR_EQUAL_SECONDS:
-        limit = prices[order[0]] + NEAR_EQUAL_SECONDS
-        near = [worker for worker, price in zip(workers, prices, strict=True) if price <= limit]
+    border = sorted(prices)[min(few, len(prices) - 1)] if prices else 0.0
+    order = sorted([at for at, price in enumerate(prices) if not price > border], key=prices.__getitem__)
+    if len(order) > few and border <= (limit := prices[order[0]] + NEAR_EQUAL_SECONDS):
+        near = [at for at, price in enumerate(prices) if price <= limit]
         start, tie = _draw(tie, len(near))
-        return (near + near)[start : start + few], tie
-    return [workers[at] for at in order[:few]], tie
+        order = (near + near)[start : start + few]
+    return [pool.workers[at] for at in order[:few]], tie
 
 
 def _draw(tie: float, num: int) -> tuple[int, float]:
@@ -217,13 +217,13 @@ def _may_pair(decode: WorkerView, prefill: WorkerView, now: float) -> bool:
 def _may_prefill_alone(ask: Ask, decode: WorkerView, candidate: Candidate, partners: list[Candidate]) -> bool:
     """A decode worker prefills where nobody else can, where little remains, where it holds more than any other, or where
     all others are busy for longer than it takes it."""
-    remaining = ask.num_prompt_tokens - candidate.cached_tokens
+    cached, compute = candidate.cached_tokens, candidate.prefill_seconds
     return (
         decode.prefills
         or not partners
-        or remaining <= ask.local_prefill_max_tokens
-        or all(candidate.cached_tokens > partner.cached_tokens for partner in partners)
-        or all(candidate.prefill_seconds < partner.wait_seconds for partner in partners)
+        or ask.num_prompt_tokens - cached <= ask.local_prefill_max_tokens
+        or cached > max([partner.cached_tokens for partner in partners])
+        or compute < min([partner.wait_seconds for partner in partners])
     )
 
 
@@ -315,9 +315,9 @@ def _pick(costs: list[tuple[float, Pair]], tie: float) -> tuple[Pair, int]:
     return near[_draw(tie, len(near))[0]], len(near)
 
 
-def _reason(chosen: Pair, decode: WorkerView, prefills: list[WorkerView]) -> str:
+def _reason(chosen: Pair, decode: WorkerView, prefills: Pool) -> str:
     if chosen.prefill is not None:
         return "pair"
     if decode.role.prefills:
         return "unified"
-    return "alone" if prefills else "no_prefill_workers"
+    return "alone" if prefills.workers else "no_prefill_workers"

@@ -103,9 +103,7 @@ class Revisions:
         its = self._views.get(revision)
         if its is None:
             base, canary = revision == self._split.base, self._split.canary
-            its = View(
-                tuple([w for w in view.workers if (w.info.revision != canary if base else w.info.revision == revision)])
-            )
+            its = view.only(lambda w: w.info.revision != canary if base else w.info.revision == revision)
             self._views[revision] = its
         return its
 

@@ -1,18 +1,23 @@
-"""What placement sees of the workers: values that nobody changes, of their reports and the router's own ledger. Pure."""
+"""What placement sees of the workers: values that nobody changes, made by `views`. Pure.
 
-from collections.abc import Mapping
+Placement looks at every worker for every request, and of a thousand workers a handful changed since the last one. So what
+it compares all of them by lies in columns, a Pool for each side; a view that follows another takes them over.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import compress
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from headrace.blocks import BlockHasher
 from headrace.costmodel import CostModel
-from headrace.values import Compatibility, Load, LoadReport, PrefillTarget, Role, WorkerInfo
-from router.decisions.costs import Costs, is_idle
-from router.decisions.health import Health
-from router.decisions.ledger import NOTHING, NOTHING_BESIDE, Beside, Ledger, plus
-from router.decisions.told import Told, ToldLoads
+from headrace.values import Compatibility, Load, PrefillTarget, Role, WorkerInfo
+from router.decisions.ledger import NOTHING_BESIDE, Beside
+
+NUM_FIGURES = 4
 
 
 class HashClass(NamedTuple):
@@ -120,127 +125,127 @@ class WorkerView:
         return PrefillTarget(self.info.worker_id, self.info.generation, self.info.address)
 
 
-@dataclass(frozen=True, slots=True)
+class Side(NamedTuple):
+    """What a worker may serve: the longest prompt and output that it takes there (below 0: none), and by which figures it
+    is compared with others."""
+
+    limit: Callable[[WorkerView], int]
+    figures: Callable[[WorkerView], tuple[float, float, float, float]]
+
+
+def _decode_figures(worker: WorkerView) -> tuple[float, float, float, float]:
+    return worker.step_seconds, worker.context_seconds, worker.free_slots, worker.free_tokens
+
+
+def _prefill_figures(worker: WorkerView) -> tuple[float, float, float, float]:
+    cost = worker.cost
+    token, context = cost.prefill_token_seconds, cost.prefill_token_context_seconds
+    return worker.begin_seconds, token, context, worker.load.num_waiting
+
+
+DECODES = Side(lambda worker: worker.decode_limit, _decode_figures)
+PREFILLS = Side(lambda worker: worker.prefill_limit, _prefill_figures)
+
+
+class Members:
+    """Who is in a pool, in the order of the view, and what of them seldom changes. Pools share it."""
+
+    __slots__ = ("ejected_until", "ids", "last_ejection", "least_limit", "limits", "places")
+
+    def __init__(self, ids: Sequence[str], limits: Sequence[int], ejected_until: Sequence[float]) -> None:
+        self.ids = ids
+        self.limits = limits
+        self.ejected_until = ejected_until
+        self.places = {worker_id: at for at, worker_id in enumerate(ids)}
+        self.least_limit = min(limits, default=0)
+        self.last_ejection = max(ejected_until, default=0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The workers that one side may choose among, and their figures: `columns` in the order of the side's, each of plain
+    numbers in a row, for reading an attribute of a thousand scattered objects takes longer than the sums. Nobody changes
+    one."""
+
+    side: Side
+    members: Members
+    workers: Sequence[WorkerView]
+    columns: "Sequence[array[float]]"
+
+    @classmethod
+    def of(cls, side: Side, workers: Sequence[WorkerView]) -> "Pool":
+        members = Members(
+            [worker.worker_id for worker in workers],
+            [side.limit(worker) for worker in workers],
+            [worker.ejected_until for worker in workers],
+        )
+        rows = [side.figures(worker) for worker in workers]
+        return cls(side, members, workers, [array("d", [row[at] for row in rows]) for at in range(NUM_FIGURES)])
+
+    def only(self, chosen: Sequence[bool]) -> "Pool":
+        """Those of its workers."""
+        members = Members(
+            list(compress(self.members.ids, chosen)),
+            list(compress(self.members.limits, chosen)),
+            list(compress(self.members.ejected_until, chosen)),
+        )
+        columns = [array("d", compress(column, chosen)) for column in self.columns]
+        return Pool(self.side, members, list(compress(self.workers, chosen)), columns)
+
+    def after(self, changed: Sequence[WorkerView]) -> "Pool":
+        """The pool with these as they are now; those that are not of it do not count."""
+        places, figures_of = self.members.places, self.side.figures
+        workers, columns = list(self.workers), [column[:] for column in self.columns]
+        first, second, third, fourth = columns
+        for worker in changed:
+            at = places.get(worker.worker_id)
+            if at is not None:
+                workers[at] = worker
+                first[at], second[at], third[at], fourth[at] = figures_of(worker)
+        return Pool(self.side, self.members, workers, columns)
+
+
+@dataclass(slots=True)
 class View:
+    """All workers. Nobody changes one: it is not frozen because its pools are made when the first one asks."""
+
     workers: tuple[WorkerView, ...] = ()
+    _decodes: Pool | None = field(default=None, init=False, repr=False, compare=False)
+    _prefills: Pool | None = field(default=None, init=False, repr=False, compare=False)
 
     def find(self, worker_id: str) -> WorkerView | None:
         return next((worker for worker in self.workers if worker.worker_id == worker_id), None)
 
+    @property
+    def decodes(self) -> Pool:
+        """Who takes requests to decode."""
+        if self._decodes is None:
+            self._decodes = Pool.of(DECODES, [worker for worker in self.workers if worker.decode_limit >= 0])
+        return self._decodes
 
-class Live(Protocol):
-    """A worker's session, as far as the view goes."""
+    @property
+    def prefills(self) -> Pool:
+        """Who takes prompts to compute."""
+        if self._prefills is None:
+            self._prefills = Pool.of(PREFILLS, [worker for worker in self.workers if worker.prefill_limit >= 0])
+        return self._prefills
 
-    info: WorkerInfo
-    report: LoadReport | None
+    def after(self, workers: tuple[WorkerView, ...], changed: Sequence[WorkerView]) -> "View":
+        """The view of these, of whom `changed` alone are not as they are here, and may serve what they did."""
+        view = View(workers)
+        if self._decodes is not None:
+            view._decodes = self._decodes.after(changed)
+        if self._prefills is not None:
+            view._prefills = self._prefills.after(changed)
+        return view
 
-
-class Views:
-    """Keeps the view, and makes anew only what changed since: a worker that reported, or on which this router placed
-    something, or whose health changed, or of which another router told. Owned by router.requests, which passes on what it
-    hears of sessions and of other routers."""
-
-    def __init__(self, ledger: Ledger, health: Health) -> None:
-        self._ledger = ledger
-        self._health = health
-        self._sessions: dict[str, Live] = {}
-        self._views: dict[str, WorkerView] = {}
-        self._last: View | None = None
-        self._stale: set[str] = set()
-        self._health_version = health.version
-        self._told = ToldLoads()
-        self._costs = Costs()
-        self._costs_version = self._costs.version
-
-    def heard(self, worker_id: str, session: Live | None, now: float) -> None:
-        """The worker's session began, reported, or (None) ended."""
-        if session is None:
-            self._sessions.pop(worker_id, None)
-            self._views.pop(worker_id, None)
-            self._last = None
-            self._costs.forget(worker_id)
-            self._told.forget(worker_id)
-        else:
-            self._sessions[worker_id] = session
-            self._stale.add(worker_id)
-            if session.report is not None:
-                report = session.report
-                self._told.expire(now)
-                self._told.reported(worker_id, now)
-                self._costs.heard(session.info, report.cost, now, idle=is_idle(report.total))
-
-    def told(self, told: Told, now: float) -> None:
-        """Another router placed something."""
-        if (load := told.load) is None:
-            return
-        prefill, decode = self._sessions.get(told.worker_id), self._sessions.get(load.decode)
-        if prefill is not None and decode is not None:
-            self._told.hear(told, load.at_most(prefill.info.capacity, decode.info.capacity), now)
-
-    def view(self) -> View:
-        """The workers as they are believed to be now."""
-        stale = self._stale | self._ledger.drain_changed() | self._told.drain_changed()
-        versions = self._health.version, self._costs.version
-        if versions != (self._health_version, self._costs_version):
-            self._health_version, self._costs_version = versions
-            stale.update(self._sessions)
-        for worker_id in stale:
-            session = self._sessions.get(worker_id)
-            if session is not None:
-                self._views[worker_id] = worker_view(
-                    session.info, session.report, self._ledger, self._health, self._costs, self._told
-                )
-                self._last = None
-        self._stale.clear()
-        if self._last is None:
-            self._last = View(tuple(self._views.values()))
-        return self._last
-
-
-def net_load(total: Load, yours: Load, own: Load) -> Load:
-    """(total − yours) + own: others' work as the worker reports it, and ours as we know it (design 5.6).
-
-    Blocks are only the worker's to know and stay as reported. A report may be older than what left since; nothing
-    goes below zero.
-    """
-    return Load(
-        num_waiting=max(total.num_waiting - yours.num_waiting, 0) + own.num_waiting,
-        num_running=max(total.num_running - yours.num_running, 0) + own.num_running,
-        waiting_prefill_tokens=max(total.waiting_prefill_tokens - yours.waiting_prefill_tokens, 0)
-        + own.waiting_prefill_tokens,
-        context_tokens=max(total.context_tokens - yours.context_tokens, 0) + own.context_tokens,
-        used_blocks=total.used_blocks,
-        pinned_blocks=total.pinned_blocks,
-        claimed_tokens=max(total.claimed_tokens - yours.claimed_tokens, 0) + own.claimed_tokens,
-    )
-
-
-def worker_view(
-    info: WorkerInfo,
-    report: LoadReport | None,
-    ledger: Ledger,
-    health: Health,
-    costs: Costs,
-    told: ToldLoads | None = None,
-) -> WorkerView:
-    """A worker that has not reported yet is taken to be empty but for what this router and those that tell it placed
-    there."""
-    own, beside = ledger.own(info.worker_id), ledger.beside(info.worker_id)
-    if told is not None and (others := told.of(info.worker_id)) is not NOTHING:
-        own = plus(own, others)
-    cost = costs.of(info, report.cost, own, report.total) if report is not None else costs.of(info, info.cost, own)
-    ejected_until, unlinked = health.ejected_until(info.worker_id), health.unlinked(info.worker_id)
-    if report is None:
-        free_blocks = info.capacity.num_blocks
-        return WorkerView(info, info.role, own, cost, free_blocks, False, ejected_until, unlinked, beside)
-    return WorkerView(
-        info,
-        report.role,
-        net_load(report.total, report.yours, own),
-        cost,
-        report.free_blocks,
-        report.draining,
-        ejected_until,
-        unlinked,
-        beside,
-    )
+    def only(self, chosen: Callable[[WorkerView], bool]) -> "View":
+        """The view of some."""
+        view = View(tuple([worker for worker in self.workers if chosen(worker)]))
+        for pool in (self.decodes, self.prefills):
+            its = pool.only([chosen(worker) for worker in pool.workers])
+            if pool.side is DECODES:
+                view._decodes = its
+            else:
+                view._prefills = its
+        return view

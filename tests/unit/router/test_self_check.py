@@ -19,7 +19,8 @@ from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.self_check import Checks, Outcome, Reason, Result, Verdict, decode_result, encode_result
 from router.decisions.truth import Fallback
-from router.decisions.view import View, class_of, worker_view
+from router.decisions.view import View, class_of
+from router.decisions.views import worker_view
 from router.mailbox import Pacer
 from router.self_check import LOOK_SECONDS, LOWEST_PRIORITY, NUM_BLOCKS, SelfCheck
 from router.sessions import Sessions

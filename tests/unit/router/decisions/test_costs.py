@@ -9,7 +9,7 @@ from headrace.values import Load, LoadReport, ParallelLayout, Role
 from router.decisions.costs import HALF_LIFE_SECONDS, Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
-from router.decisions.view import Views
+from router.decisions.views import Views
 from tests.null_worker import worker_info
 from tests.unit.router.decisions.placing import Session
 

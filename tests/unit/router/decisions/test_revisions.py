@@ -12,7 +12,8 @@ from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.revisions import SILENT_SECONDS, Diverted, Revisions
-from router.decisions.view import View, WorkerView, worker_view
+from router.decisions.view import View, WorkerView
+from router.decisions.views import worker_view
 from tests.null_worker import worker_info
 
 HALF = Split(number=1, canary="v2", percent=50.0, beat=1)

@@ -10,9 +10,11 @@ from router.decisions.costs import Costs
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
 from router.decisions.told import ON_ITS_WAY_SECONDS, Brought, Told
-from router.decisions.view import View, Views, net_load, worker_view
+from router.decisions.view import View
+from router.decisions.views import Views, net_load, worker_view
 from tests.null_worker import worker_info
 from tests.unit.router.decisions.placing import Session
+from tests.unit.router.decisions.strategies import costs, loads
 
 
 def test_own_work_is_counted_once_and_others_as_reported() -> None:
@@ -146,3 +148,52 @@ def test_a_kept_view_is_the_one_that_would_be_made_anew(deeds: list[tuple[str, s
             for name, session in sessions.items()
         }
         assert {view.worker_id: view for view in views.view().workers} == made
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdefgh"),
+            loads,
+            costs,
+            st.sampled_from(Role),
+            st.booleans() | st.none(),  # None: an error, for which it is ejected
+        )
+    )
+)
+def test_the_pools_of_a_view_that_follows_another_are_those_of_a_fresh_one(
+    changes: list[tuple[str, Load, CostModel, Role, bool | None]],
+) -> None:
+    ledger, health = Ledger(), Health(max_failures=1, eject_seconds=5)
+    views, sessions = Views(ledger, health), {name: Session(worker_info(name)) for name in "abcdefgh"}
+    for name, session in sessions.items():
+        views.heard(name, session, 0.0)
+    for number, (name, load, cost, role, draining) in enumerate(changes):
+        if draining is None:
+            health.failed(name, InternalError("x"), float(number))
+        else:
+            ledger.open(f"r{number}", decode=name, prefill="a", num_prompt_tokens=9, prefill_tokens=5, n=1)
+            sessions[name].report = LoadReport(load, Load(), cost, role, free_blocks=3, draining=draining)
+            views.heard(name, sessions[name], float(number))
+        view = views.view()
+        assert pools(view) == pools(View(view.workers))
+        some = view.only(lambda worker: worker.worker_id in "aceg")
+        assert pools(some) == pools(View(tuple(worker for worker in view.workers if worker.worker_id in "aceg")))
+
+
+def pools(view: View) -> list[tuple[object, ...]]:
+    """All that placement reads of them; of the workers, which objects they are."""
+    return [
+        (
+            pool.side,
+            pool.members.ids,
+            pool.members.limits,
+            pool.members.ejected_until,
+            pool.members.places,
+            pool.members.least_limit,
+            pool.members.last_ejection,
+            [id(worker) for worker in pool.workers],
+            [list(column) for column in pool.columns],
+        )
+        for pool in (view.decodes, view.prefills)
+    ]
