@@ -26,10 +26,10 @@ from pathlib import Path
 
 from loadtests.gpu_day_parts import PAIR_PEER, PEER, Host, Part, plan, rows_of_peer
 from loadtests.left_behind import adopt_orphans, end_all_below
+from workers.kv.links.endpoint import this_machine
 
 PEER_USUAL, PEER_MOST = 300.0, 420.0
 LEAST_SECONDS = 15.0
-STATUSES = ("done", "failed", "cut")
 
 
 @dataclass
@@ -44,9 +44,14 @@ class Day:
         self._record = self.folder / "parts.jsonl"
 
     def status(self) -> dict[str, str]:
-        """Of each part that was run, how its last run ended."""
+        """Of each part that was run, how its last run ended. What a peer said on another host is no peer of ours here."""
         lines = self._record.read_text().splitlines() if self._record.exists() else []
-        return {part["name"]: part["status"] for part in map(json.loads, lines)}
+        found = {part["name"]: part["status"] for part in map(json.loads, lines)}
+        return {
+            name: status
+            for name, status in found.items()
+            if name not in (PEER, PAIR_PEER) or status != "done" or self.said_by_peer(name).exists()
+        }
 
     def note(self, name: str, status: str, seconds: float) -> None:
         with self._record.open("a") as lines:
@@ -56,7 +61,7 @@ class Day:
         return self.folder / f"{name.replace('/', '-')}.log"
 
     def said_by_peer(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+        return self.folder / f"{name}-{this_machine()[:8] or 'host'}.json"
 
     def run(self, part: Part, seconds: float) -> str:
         arguments = [sys.executable, *part.arguments]
@@ -183,6 +188,17 @@ def names_of(host: Host, peers: set[str]) -> list[str]:
     return names
 
 
+def found_here() -> tuple[str, int]:
+    """The card and how many, asked in a process of its own: this one holds no memory of a device."""
+    ask = (
+        "import torch; from kernels.tuning import card; print(card(torch.device('cuda', 0)), torch.cuda.device_count())"
+    )
+    card, num_gpus = subprocess.run(
+        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+    return card, int(num_gpus)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call")
@@ -199,12 +215,10 @@ def main() -> int:
     if arguments.list:
         card, num_gpus = arguments.card or "h200", arguments.gpus or 1
     else:
-        import torch
-
-        from kernels.tuning import card as card_of
-
-        card = arguments.card or card_of(torch.device("cuda", 0))
-        num_gpus = arguments.gpus or torch.cuda.device_count()
+        card, num_gpus = arguments.card, arguments.gpus
+        if card is None or num_gpus is None:
+            found_card, found_gpus = found_here()
+            card, num_gpus = card or found_card, num_gpus or found_gpus
     host = Host(card, num_gpus, dict(each.split("=", 1) for each in arguments.traces))
     commands = {PEER: arguments.peer, PAIR_PEER: arguments.pair_peer}
     day = Day(arguments.state, {name: command for name, command in commands.items() if command})

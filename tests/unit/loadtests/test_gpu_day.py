@@ -69,7 +69,11 @@ def test_a_day_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     partly = Part("partly", 1, 60, ("-c", "print('3 are left')"), done_when="nothing is left")
     assert [day.run(part, 60) for part in (works, fails, partly)] == ["done", "failed", "cut"]
     assert day.ask_peer(PEER, 60) == "done"
-    assert json.loads((tmp_path / "peer.json").read_text())["rows"] == {"decode_b1": 2}
+    assert json.loads(day.said_by_peer(PEER).read_text())["rows"] == {"decode_b1": 2}
+    day.note(PEER, "done", 1.0)
+    assert in_turn([PEER], day.status()) == []
+    day.said_by_peer(PEER).rename(tmp_path / "peer-another.json")
+    assert in_turn([PEER], day.status()) == [PEER], "it was said of another host"
     for name, status in (("works", "done"), ("gpu/fails", "failed"), ("partly", "cut")):
         day.note(name, status, 1.0)
     again = Day(tmp_path, {})
