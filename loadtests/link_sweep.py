@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from headrace.errors import HeadraceError
+from loadtests.link_schemes import GPU, Scheme
 from loadtests.report import Report, Row
 from workers.kv.layout import Piece, SlabLayout
 from workers.kv.links.base import BlockPull, KvLink
@@ -155,8 +156,6 @@ def pull_in_turn(name: str, device: str, slab: SlabLayout) -> dict[str, dict[str
 
 
 def _pool() -> KvPool:
-    from loadtests.bench_link import Scheme
-
     return Scheme("nccl").pool()
 
 
@@ -172,7 +171,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "source":
         _serve(sys.argv[2])
     else:
-        from loadtests.bench_link import GPU
-
         print(json.dumps(pull_in_turn(sys.argv[2], sys.argv[3], GPU)), flush=True)
     os._exit(0)  # over threads that sit in calls of a communication library

@@ -16,6 +16,7 @@ from headrace.blocks import BlockId
 from headrace.errors import InternalError
 from headrace.keys import Event, EventKind
 from headrace.values import BlockCounts
+from workers.scheduling.cache_events import CacheEvents
 
 
 class Hold(IntEnum):
@@ -69,7 +70,7 @@ class BlockLedger:
         self._by_id: dict[BlockId, int] = {}
         self._holdings: dict[Holding, None] = {}
         self._fresh: list[tuple[int, int]] = []
-        self._events = _EventLog(max(4096, 2 * num_blocks))
+        self._events = CacheEvents(max(4096, 2 * num_blocks))
 
     # -- what there is
 
@@ -346,47 +347,3 @@ class BlockLedger:
                 shown[state_of] += 1
         if shown != self._shown:
             raise InternalError(f"counts by state are {self._shown}, the blocks say {shown}")
-
-
-class _EventLog:
-    """Changes since the last drain, runs of one kind together; bounded, so that a publisher may stay away."""
-
-    __slots__ = ("_limit", "_overflowed", "_runs", "_size")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._size = 0
-        self._overflowed = False
-        self._runs: list[tuple[EventKind, list[BlockId]]] = []
-
-    @property
-    def any(self) -> bool:
-        return self._overflowed or bool(self._runs)
-
-    def add(self, kind: EventKind, block_id: BlockId) -> None:
-        if self._overflowed:
-            return
-        if self._size == self._limit:
-            self._overflowed = True
-            self._runs = []
-            return
-        self._size += 1
-        if self._runs and self._runs[-1][0] is kind:
-            self._runs[-1][1].append(block_id)
-        else:
-            self._runs.append((kind, [block_id]))
-
-    def clear(self) -> None:
-        self._runs = [(EventKind.CLEARED, [])]
-        self._size = 0
-        self._overflowed = False
-
-    def drain(self, everything: Iterable[BlockId]) -> list[Event]:
-        if self._overflowed:
-            events = [Event(EventKind.CLEARED), Event.of(EventKind.STORED, everything)]
-        else:
-            events = [Event.of(kind, ids) for kind, ids in self._runs]
-        self._runs = []
-        self._size = 0
-        self._overflowed = False
-        return events

@@ -6,39 +6,23 @@ again here whenever that may have changed. Nothing is lost, so what production d
 reports that repeat the last) is left out: it changes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from headrace.blocks import BlockHasher
 from headrace.errors import HeadraceError
-from headrace.keys import EventBatch
 from headrace.values import LoadReport, Request, RequestKey, Role, SequenceOutput, Ticket, WorkerInfo
-from workers.publish import BATCH_SECONDS, Log
 from workers.scheduling.blocks import Holding
 from workers.scheduling.scheduler import ChunkDone, StepEvents
 from workers.scheduling.work import StepWork
+from workers.virtual.audience import Audience, Router
 from workers.virtual.engine import Machine, VirtualEngine
 from workers.virtual.link import Link, Port
 from workers.virtual.time import VirtualTime
 
-MIN_REPORT_SECONDS = 0.05
 TRANSFER_SECONDS = 10.0
-
-
-class Router(Protocol):
-    """Who hears of a worker. Every call comes `message_seconds` after it was made."""
-
-    def outputs(self, worker_id: str, outputs: list[SequenceOutput]) -> None: ...
-
-    def rejected(self, worker_id: str, key: RequestKey, error: HeadraceError) -> None: ...
-
-    def peer_lost(self, worker_id: str, key: RequestKey, prefill: str, error: HeadraceError) -> None: ...
-
-    def reported(self, worker_id: str, report: LoadReport) -> None: ...
-
-    def changed(self, worker_id: str, batch: EventBatch) -> None: ...
 
 
 class Meter(Protocol):
@@ -62,11 +46,7 @@ class _HandOff:
 
 class VirtualWorker:
     """Owns an engine, its hand-offs and its tickets. `peers` are all workers, by id. All routers hear of loads and blocks;
-    of a request hears the one that is its `owner`, by the request's id.
-
-    `event_seconds`: how long a batch of index events takes to the router, beside what it waits to be one. The router hears
-    of a sample's first token, its last, and every `tell_every`th.
-    """
+    of a request hears the one that is its `owner`, by the request's id (see Audience)."""
 
     def __init__(
         self,
@@ -97,21 +77,21 @@ class VirtualWorker:
         self._time = time
         self._machine = machine
         self._peers = peers
-        self._routers = tuple(routers)
-        self._owner = owner if len(routers) > 1 else None
-        self._message_seconds = message_seconds
-        self._event_seconds = event_seconds
-        self.tell_every = tell_every
+        self.audience = Audience(
+            time,
+            self,
+            routers,
+            message_seconds=message_seconds,
+            event_seconds=event_seconds,
+            tell_every=tell_every,
+            owner=owner,
+        )
         self._live: dict[str, RequestKey] = {}
         self._handoffs: dict[RequestKey, _HandOff] = {}
         self._claimants: dict[RequestKey, _HandOff] = {}
         self._starved: dict[_HandOff, None] = {}
         self._tickets: dict[RequestKey, VirtualWorker] = {}
         self._links: dict[str, Link] = {}
-        self._log = Log(info.generation)
-        self._flush_due = False
-        self._report_due = False
-        self._report_at = 0.0
 
     @property
     def worker_id(self) -> str:
@@ -131,7 +111,7 @@ class VirtualWorker:
                 else:
                     self._hand_off(request, key, target.worker_id)
         except HeadraceError as error:
-            self._say(self._router_of(key).rejected, self.worker_id, key, error)
+            self.audience.say(self.audience.of(key).rejected, self.worker_id, key, error)
             return
         self._live[key.request_id] = key
         self._go_on()
@@ -177,7 +157,7 @@ class VirtualWorker:
                 num_offered = held_blocks if handoff.request.offer_held else 0
                 ticket = Ticket(replace(handoff.request, key=key), held_blocks)
                 incoming.note_transfer(key, handoff.source.worker_id, asked_at=self._time.now)
-                self._say(handoff.source.ticket, self, ticket, num_offered)
+                self.audience.say(handoff.source.ticket, self, ticket, num_offered)
 
     def announced(self, chunk: ChunkDone) -> None:
         handoff = self._handoffs.get(chunk.key)
@@ -189,7 +169,7 @@ class VirtualWorker:
     def aborted(self, key: RequestKey, error: HeadraceError) -> None:
         handoff = self._handoffs.get(key)
         if handoff is not None:
-            self._say(self._router_of(key).peer_lost, self.worker_id, key, handoff.source.worker_id, error)
+            self.audience.say(self.audience.of(key).peer_lost, self.worker_id, key, handoff.source.worker_id, error)
 
     def _continue(self, handoff: _HandOff) -> None:
         """Takes what was announced since the last read began."""
@@ -279,7 +259,7 @@ class VirtualWorker:
         handoff.over = True
         self._starved.pop(handoff, None)
         if self._claimants.pop(key, None) is None:
-            self._say(handoff.source.release, key)
+            self.audience.say(handoff.source.release, key)
 
     # -- the prefill side of a hand-off
 
@@ -312,7 +292,7 @@ class VirtualWorker:
             self.scheduler.ticket(request, ticket.held_blocks, self._time.now, puller.worker_id)
         except HeadraceError as error:
             del self._tickets[request.key]
-            self._say(puller.aborted, request.key, error)
+            self.audience.say(puller.aborted, request.key, error)
         self._go_on()
 
     def release(self, key: RequestKey) -> None:
@@ -326,34 +306,16 @@ class VirtualWorker:
         for chunk in events.chunks:
             puller = self._tickets.get(chunk.key)
             if puller is not None:
-                self._say(puller.announced, chunk)
+                self.audience.say(puller.announced, chunk)
         if events.outputs:
             self._tell(events.outputs)
         self._go_on()
 
     def _tell(self, outputs: list[SequenceOutput]) -> None:
-        told, every = [], self.tell_every
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.key.request_id, None)
-            elif output.num_generated % every and output.num_generated != 1:
-                continue
-            told.append(output)
-        if not told:
-            return
-        if self._owner is None:
-            self._say(self._routers[0].outputs, self.worker_id, told)
-            return
-        for router in self._routers:
-            part = [output for output in told if self._router_of(output.key) is router]
-            if part:
-                self._say(router.outputs, self.worker_id, part)
-
-    def _router_of(self, key: RequestKey) -> Router:
-        return self._routers[0 if self._owner is None else self._owner(key.request_id)]
-
-    def _say(self, hear: object, *what: object) -> None:
-        self._time.after(self._message_seconds, hear, *what)  # type: ignore[arg-type]
+        self.audience.tell(outputs)
 
     def _go_on(self) -> None:
         """Something changed: what waits for that is asked again, and the engine goes on."""
@@ -363,37 +325,16 @@ class VirtualWorker:
             for handoff in tuple(self._starved):
                 self._read(handoff)
         self.engine.go_on()
-        if not self._report_due:
-            self._report_due = True
-            self._time.at(max(self._report_at, self._time.now), self._report)
-        if not self._flush_due and self.engine.ledger.has_events:
-            self._flush_due = True
-            self._time.after(0.0, self._flush)
+        self.audience.changed()
 
     # -- what others hear without asking
-
-    def _report(self) -> None:
-        """On change, but not faster than every MIN_REPORT_SECONDS."""
-        self._report_due = False
-        self._report_at = self._time.now + MIN_REPORT_SECONDS
-        report = self.report()
-        for router in self._routers:
-            if self._owner is not None:
-                keys = [key for key in (*self._live.values(), *self._tickets) if self._router_of(key) is router]
-                report = replace(report, yours=self.scheduler.load_of(keys))
-            self._say(router.reported, self.worker_id, report)
 
     def report(self) -> LoadReport:
         """With one router all that is here is its own."""
         counts, load = self.scheduler.counts(), self.scheduler.load()
         return LoadReport(load, load, self.engine.fit.model, self.role, counts.free + counts.cached)
 
-    def _flush(self) -> None:
-        events = self.engine.ledger.drain_events()
-        if not events:
-            self._flush_due = False
-            return
-        batch = self._log.batch(events)
-        for router in self._routers:
-            self._time.after(self._event_seconds, router.changed, self.worker_id, batch)
-        self._time.after(BATCH_SECONDS, self._flush)
+    def request_keys(self) -> Iterator[RequestKey]:
+        """Of all that is here, requests and tickets."""
+        yield from self._live.values()
+        yield from self._tickets

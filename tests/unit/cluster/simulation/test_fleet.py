@@ -204,7 +204,7 @@ def test_tokens_that_the_router_does_not_hear_of_change_nothing() -> None:
         tally = Tally(fleet().roles)
         simulation = Simulation(fleet(), "ours", tally)
         for worker in simulation.workers.values():
-            worker.tell_every = tell_every
+            worker.audience.tell_every = tell_every
         simulation.run([TraceRow(n, n / 8, 100 + n, 1 + n * 40 % 150) for n in range(40)])
         return [(served.number, served.ended_at, served.num_generated) for served in tally.served]
 
