@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from cluster.planning.gpus import SHEETS, GpuType, Sheet, find
 from cluster.planning.load import Target
 from cluster.planning.shapes import Precision
+from headrace.config_file import first_fault
 from headrace.errors import ConfigError
 
 FEWEST_REQUESTS = 40  # of a run that says anything
@@ -207,12 +208,7 @@ def parse(raw: Any) -> PlanAsked:
     try:
         return PlanAsked.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the file"
-        shown = repr(first["input"])
-        if first["type"] in ("missing", "value_error", "extra_forbidden") or len(shown) > 80:
-            raise ConfigError(f"{key}: {first['msg']}", key=key) from None
-        raise ConfigError(f"{key}: {first['msg']}, got {shown}", key=key) from None
+        raise first_fault("", error, PlanAsked) from None
 
 
 def load(path: pathlib.Path) -> PlanAsked:

@@ -25,7 +25,7 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
     try:
         config = ClusterConfig.model_validate(_with_whole_engine(data))
     except ValidationError as error:
-        raise _first_fault(source, error) from error
+        raise first_fault(source, error, ClusterConfig) from error
     roles = {pool.role for pool in config.pools.values()}
     if roles == {"prefill"}:
         raise ConfigError.out_of_range(
@@ -112,34 +112,40 @@ def _check_classes(config: ClusterConfig, source: str) -> None:
             )
 
 
-def _first_fault(source: str, error: ValidationError) -> ConfigError:
-    """The first thing wrong, with what would be right there: an unknown key before a bad value, which it may explain."""
+def first_fault(source: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
+    """The first thing wrong, with what would be right there: an unknown key before a bad value, which it may explain.
+    `root` is what was read, `source` the file's name, or empty."""
     faults = error.errors()
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    *path, name = [str(part) for part in fault["loc"] if part != "[key]"] or [""]
+    *path, name = [str(part) for part in fault["loc"] if part != "[key]"] or ["the file"]
     key = ".".join((*path, name))
-    section = _section(path)
+    section = _section(path, root)
+    where = f"{source}: {key}" if source else key
     if fault["type"] == "extra_forbidden":
         known = ", ".join(sorted(section.model_fields)) if section is not None else "no keys"
-        return ConfigError(f"{source}: {key}: unknown key; known here: {known}", key=key, value=name, allowed=known)
+        return ConfigError(f"{where}: unknown key; known here: {known}", key=key, value=name, allowed=known)
     if fault["type"] == "missing":
-        return ConfigError(f"{source}: {key}: must be given", key=key)
+        return ConfigError(f"{where}: must be given", key=key)
+    if fault["type"] == "value_error":
+        return ConfigError(f"{where}: {fault['msg'].removeprefix('Value error, ')}", key=key)
     field = section.model_fields.get(name) if section is not None else None
     allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
         "String should match pattern", "a text that matches"
     ).replace("a valid tuple", "a list")
     given = "(not shown)" if {"api_keys", "key_env"} & {*path, name} else fault.get("input")
-    return ConfigError.out_of_range(f"{source}: {key}", given, allowed)
+    return ConfigError.out_of_range(where, given, allowed)
 
 
-def _section(path: list[str]) -> type[BaseModel] | None:
+def _section(path: list[str], root: type[BaseModel]) -> type[BaseModel] | None:
     """The part of the file that a path of keys leads to."""
-    kind: Any = ClusterConfig
+    kind: Any = root
     for part in path:
         if isinstance(kind, type) and issubclass(kind, BaseModel) and part in kind.model_fields:
             kind = _given(kind.model_fields[part].annotation)
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
+        elif get_origin(kind) is list:
+            kind = get_args(kind)[0]
         else:
             return None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

@@ -8,10 +8,11 @@ import csv
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from random import Random
+from typing import Any
 
 TOKENS_PER_ID = 512
 NOISE_TOKENS = 1 << 16
@@ -121,7 +122,7 @@ def _azure(path: pathlib.Path) -> Iterator[TraceRow]:
         for number, record in enumerate(csv.DictReader(lines), 2):
             try:
                 seconds = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
-                sizes = int(record["ContextTokens"]), int(record["GeneratedTokens"])
+                sizes = _whole(record, "ContextTokens"), _whole(record, "GeneratedTokens")
             except (KeyError, TypeError, ValueError) as error:
                 raise _wrong(path, number, error, "TIMESTAMP, ContextTokens and GeneratedTokens") from error
             yield _row(path, number, seconds, *sizes)
@@ -137,11 +138,19 @@ def _mooncake(path: pathlib.Path) -> Iterator[TraceRow]:
                 seconds = float(record["timestamp"]) / 1e3
                 if not math.isfinite(seconds):
                     raise ValueError(f"a timestamp must be a finite number, got {record['timestamp']}")
-                sizes = int(record["input_length"]), int(record["output_length"])
+                sizes = _whole(record, "input_length"), _whole(record, "output_length")
                 prefix_ids = tuple(int(prefix_id) for prefix_id in record["hash_ids"])
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise _wrong(path, number, error, "timestamp, input_length, output_length and hash_ids") from error
             yield replace(_row(path, number, seconds, *sizes), prefix_ids=prefix_ids)
+
+
+def _whole(record: Mapping[str, Any], name: str) -> int:
+    value = record[name]
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
 
 
 def _wrong(path: pathlib.Path, number: int, error: Exception, needed: str) -> TraceError:
