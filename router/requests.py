@@ -16,11 +16,10 @@ from headrace.values import PrefillTarget, RequestKey, SequenceOutput
 from router import measures
 from router.decision_log import Note
 from router.decisions.admission import Admission, Entrant
-from router.decisions.caches import Caches, Prediction
+from router.decisions.caches import Caches
 from router.decisions.health import Health
 from router.decisions.ledger import Ledger
-from router.decisions.placement import NoCapacity, Placed, Placement, place
-from router.decisions.record import Decision
+from router.decisions.placement import NoCapacity, Placed
 from router.decisions.retry import (
     End,
     PlaceAgain,
@@ -38,6 +37,7 @@ from router.explanations import Explanation, Explanations, Recent
 from router.flight import Flight, Job, Piece, TextStream
 from router.lanes import Lanes
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
+from router.placer import Placer
 from router.sessions import Sessions
 from router.stages import RequestTimeline
 from router.tally import Tally
@@ -81,15 +81,16 @@ class Requests:
         self._open_text = open_text
         self._pacer = pacer
         self._clock = clock
-        self._random = randomness
         self._request_seconds = request_seconds
         self._local_prefill_max_tokens = local_prefill_max_tokens
-        self._note_decision = note_decision
         self._record = record
         self._ledger = Ledger()
         self._health = Health()
         self._views = Views(self._ledger, self._health)
         self._lanes = Lanes(revisions or Revisions(), self._views)
+        self._placer = Placer(
+            caches, self._lanes, self._ledger, clock, randomness, local_prefill_max_tokens, note_decision
+        )
         self._turns = Turns(admission, self._lanes.waited_for, clock)
         self._flights: set[Flight] = set()
         self._tally = Tally()
@@ -211,14 +212,9 @@ class Requests:
         beside = self._lanes.enter(flight, self._clock.now())
         if not beside or not self._turns.enter_beside(flight.entrant, self._lanes.view(flight)):
             self._lanes.stand_in_line(flight)
-            await self._turns.enter(flight.entrant, partial(self._uncached_tokens, flight))
+            await self._turns.enter(flight.entrant, partial(self._placer.uncached_tokens, flight))
         flight.queue_seconds = self._clock.now() - flight.marks.began
         measures.waited(flight)
-
-    def _uncached_tokens(self, flight: Flight) -> int:
-        """What of the prompt somebody must compute, where most of it is cached."""
-        cached = self._predict(flight, self._lanes.view(flight), self._clock.now()).cached_tokens
-        return max(len(flight.job.prompt_token_ids) - max(cached.values(), default=0), 1)
 
     def _dispatch(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
         """Places an admitted request and hands it to its decode worker."""
@@ -228,52 +224,19 @@ class Requests:
             self._turns.begun(flight.entrant)
 
     def _submit(self, flight: Flight, mailbox: Mailbox[list[Piece]]) -> None:
-        placement = self._place(flight)
+        placement = self._placer.place(flight)
         if isinstance(placement, NoCapacity) and self._lanes.nobody(flight):
-            placement = self._place(flight)
+            placement = self._placer.place(flight)
         match placement:
             case NoCapacity(reason=reason):
                 raise flight.first_error or nobody(reason, placement.decided)
             case Placed() as placed:
                 session = self._sessions.find(placed.decode.worker_id)
                 assert session is not None, "the view holds live workers only"
-                self._note_placed(flight, placed)
+                self._placer.placed(flight, placed)
                 request = flight.request(self._clock.now(), self._local_prefill_max_tokens)
                 session.submit(request, mailbox)
                 flight.marks.submit(self._clock.now())
-
-    def _place(self, flight: Flight, decode: str | None = None) -> Placement:
-        view, now = self._lanes.view(flight), self._clock.now()
-        prediction = self._predict(flight, view, now)
-        for fallback in prediction.fallbacks:
-            measures.INDEX_FALLBACKS.labels(fallback.value).inc()
-        ask = flight.ask(prediction.cached_tokens, self._local_prefill_max_tokens, self._random.random(), decode, now)
-        placement = place(ask, view, now)
-        flight.decided.append(placement.decided)
-        self._note_decision(flight.key, partial(Decision.of, flight.job.request_id, flight.key, view, now, placement))
-        return placement
-
-    def _predict(self, flight: Flight, view: View, now: float) -> Prediction:
-        """What workers hold of the prompt; it is hashed once, however often that is asked."""
-        chains = flight.prediction.chains if flight.prediction is not None else None
-        flight.prediction = self._caches.predict(flight.job.prompt_token_ids, flight.job.cache_salt, view, now, chains)
-        self._lanes.count_own(flight, view)
-        return flight.prediction
-
-    def _note_placed(self, flight: Flight, placed: Placed) -> None:
-        flight.placed = placed
-        flight.waits_for_prefill = True
-        if flight.prediction is not None:
-            self._caches.placed(flight.key.request_id, flight.prediction, placed, self._clock.now())
-        measures.PLACEMENTS.labels(placed.decided.reason).inc()
-        self._ledger.open(
-            flight.key.request_id,
-            decode=flight.decode,
-            prefill=flight.prefill,
-            num_prompt_tokens=len(flight.job.prompt_token_ids),
-            prefill_tokens=placed.prefill_tokens,
-            n=flight.job.n,
-        )
 
     def _relay(self, flight: Flight, outputs: list[SequenceOutput]) -> list[Piece]:
         """The client's pieces of what its worker said."""
@@ -302,9 +265,7 @@ class Requests:
 
     def _note_first_token(self, flight: Flight, now: float) -> None:
         flight.waits_for_prefill = False
-        self._ledger.first_token(flight.key.request_id)
-        if flight.prediction is not None and flight.placed is not None:
-            self._caches.computed(flight.key.request_id, flight.prediction, flight.placed, now)
+        self._placer.computed(flight, now)
         if flight.marks.first_token is None:
             flight.marks.first_token = now
         if flight.job.served is not None:
@@ -341,10 +302,10 @@ class Requests:
         session = self._sessions.find(flight.decode)
         if session is None:
             return  # its end is in the mailbox, or on its way there
-        placement = self._place(flight, decode=flight.decode)
+        placement = self._placer.place(flight, decode=flight.decode)
         target: PrefillTarget | None = None
         if isinstance(placement, Placed):
-            self._note_placed(flight, with_last_resort(placement, flight.key.attempt))
+            self._placer.placed(flight, with_last_resort(placement, flight.key.attempt))
             target = flight.placed.prefill.target if flight.placed and flight.placed.prefill else None
         session.place(flight.key, target)
 
@@ -352,17 +313,8 @@ class Requests:
         now = self._clock.now()
         flight.outcome = "finished"
         self._health.served(flight.decode, flight.prefill, handed_off=flight.handed_over_by != "")
-        self._note_truth(flight, now)
+        self._placer.proven(flight, now)
         measures.finished(flight, now)
-
-    def _note_truth(self, flight: Flight, now: float) -> None:
-        """What the index said of the worker that prefilled, against what that worker found."""
-        placed, prediction, found = flight.placed, flight.prediction, flight.cached_tokens
-        if placed is not None and prediction is not None and not placed.pulls:
-            # A decode worker with little left to compute does it itself, whatever the placement.
-            source = placed.prefill if placed.prefill is not None and flight.handed_over_by else placed.decode
-            error = self._caches.found(source, prediction, found, now)
-            measures.truth(source.worker_id, prediction.cached_tokens.get(source.worker_id, 0), found, error)
 
     def _release(self, flight: Flight) -> None:
         """The one way out: nothing of the request is left on its worker, in the ledger, or in the queue."""
