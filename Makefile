@@ -33,8 +33,7 @@ check: lint unit  ## what a commit must pass; about two minutes on two cores tha
 
 test: setup  ## everything that needs no GPU
 	$(MAKE) -j 2 --output-sync lint model
-	$(MAKE) unit
-	$(PY)/pytest tests/unit -q -m "interpreter or model"
+	$(PY)/pytest tests/unit -q -n 2
 	$(PY)/pytest tests -q --ignore=tests/unit --ignore=tests/gpu --ignore=tests/helm
 
 helm-test: setup  ## the chart, with a real helm, promtool and hadolint (fetched once, into .headrace/tools)
