@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 from json import dumps
-from math import log10
+from math import ceil, floor, log10
 from typing import Any
 
 from cluster.planning.caveats import as_ms
@@ -133,7 +133,7 @@ def _latencies(found: Mapping[str, Any]) -> list[object]:
     ttft, tpot = found["ttft_seconds"], found["tpot_seconds"]
     return [
         *(as_ms(of.get(p, 0.0)) for of in (ttft, tpot) for p in ("p50", "p90", "p99")),
-        f"{found['attainment']:.1%}",
+        f"{found['attainment']:.1%}" + (f" ± {found['deviation']:.1%}" if "deviation" in found else ""),
         f"{found['goodput_per_second']:.2f}",
         f"{found['prefill_busy']:.0%}" if found["prefill_busy"] is not None else "",
     ]
@@ -299,6 +299,14 @@ def _roofline(plan: Mapping[str, Any]) -> str:
     return _plot("Roofline: log₁₀ FLOP/s over log₁₀ operations a byte", {"roof": roof, **marks}, "log₁₀", zero=False)
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """At most six round numbers between them."""
+    least = (high - low) / 5 or 1.0
+    power = 10.0 ** floor(log10(least))
+    step = next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))
+    return [number * step for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+
+
 def _tick(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
@@ -321,14 +329,13 @@ def _plot(title: str, lines: Mapping[str, Points], x_name: str, *, zero: bool = 
         return across, HEIGHT - BOTTOM - (y - y_low) / y_span * (HEIGHT - BOTTOM - 24)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{escape(title)}">']
-    for step in range(5):
-        value = y_low + y_span * step / 4
+    for value in _ticks(y_low, y_high):
         _, down = at(x_low, value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{down:.1f}" y2="{down:.1f}" stroke="var(--line)"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
-        across, _ = at(x_low + x_span * step / 4, y_low)
-        shown = f"{x_low + x_span * step / 4:.3g}"
-        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{shown}</text>')
+    for value in _ticks(x_low, x_high):
+        across, _ = at(value, y_low)
+        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{_tick(value)}</text>')
     for number, (name, points) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         placed = [at(x, y) for x, y in points]

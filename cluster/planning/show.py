@@ -116,13 +116,20 @@ def _predicted(table: Table, name: str, found: Prediction | Overload) -> None:
 
 def _simulated(table: Table, name: str, found: Simulated) -> None:
     row = (found.ttft_seconds, found.tpot_seconds, found.attainment, found.goodput_per_second, found.prefill_busy)
-    table.add_row(name, "simulated", *_row(*row), style="cyan")
+    table.add_row(name, "simulated", *_row(*row, found.deviation), style="cyan")
 
 
-def _row(ttft: dict[str, float], tpot: dict[str, float], kept: float, good: float, busy: float | None) -> list[str]:
+def _row(
+    ttft: dict[str, float],
+    tpot: dict[str, float],
+    kept: float,
+    good: float,
+    busy: float | None,
+    off: float | None = None,
+) -> list[str]:
     return [
         *(as_ms(of.get(p, 0.0)) for of in (ttft, tpot) for p in ("p50", "p90", "p99")),
-        f"{kept:.1%}",
+        f"{kept:.1%}" + (f" ± {off:.1%}" if off is not None else ""),
         f"{good:.2f}",
         f"{busy:.0%}" if busy is not None else "",
     ]

@@ -131,6 +131,25 @@ def test_the_record_of_a_gpu_is_said_with_what_of_the_plan_it_does_not_cover(sma
     assert "no run of whole traffic was kept" in unknown
 
 
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((0.0, 23.0), [0, 5, 10, 15, 20]),  # they were 0, 5.75, 11.5, 17.2 and 23
+        ((50.0, 99.0), [50, 60, 70, 80, 90]),
+        ((0.0, 8.64), [0, 2, 4, 6, 8]),
+        ((11.8, 15.2), [12, 13, 14, 15]),
+        ((3.0, 3.0), [3]),
+    ],
+)
+def test_case_axes_have_round_numbers(ends: tuple[float, float], ticks: list[float]) -> None:
+    assert page._ticks(*ends) == pytest.approx(ticks)
+
+
+def test_the_page_says_how_far_what_was_simulated_is_off_by_chance(found: dict[str, Any]) -> None:
+    simulated = found["chosen"]["rounds"][-1]["simulated"]
+    assert f"{simulated['attainment']:.1%} ± {simulated['deviation']:.1%}" in page.page(found)
+
+
 def test_the_page_needs_nothing_else(found: dict[str, Any]) -> None:
     shown = page.page({**found, "warnings": ["<script>alert(1)</script>"]})
     assert "<script" not in shown
