@@ -98,7 +98,7 @@ class Controller:
                 with contextlib.suppress(StoreUnavailable):
                     if await self._state.lead(self._token):
                         await self._adopt(tasks)
-                        await self._hear_notices()
+                        await self._hear_notices(tasks)
                         desired = await self._read_desired()
                         reserved = await self._judge_canary(desired)
                         self._desired = await self._scaled(desired, reserved)
@@ -123,9 +123,9 @@ class Controller:
         budget = scaling.budget_gpus if scaling.scales else None
         return reconcile(desired, self._observed(), self._clock.now(), budget)
 
-    async def _hear_notices(self) -> None:
+    async def _hear_notices(self, tasks: asyncio.TaskGroup) -> None:
         """Who lies on a node that is about to go is marked so, and again where it goes sooner than was said before: what
-        follows is reconcile's."""
+        follows is reconcile's. Who drains already has the node's time for it from now on."""
         try:
             notices = await self._pools.notices()
         except Exception:
@@ -141,6 +141,8 @@ class Controller:
             why = f"its node is taken away in {seconds:.0f} s: Ray drains it"
             log.warning("%s (generation %d): %s", slot, generation, why)
             worker.seen = replace(worker.seen, leaves_at=leaves_at, reason=why)
+            if worker.seen.phase is Phase.DRAINING:
+                self._drain_within(worker, self._seconds_to_drain(worker), tasks)
 
     async def _read_desired(self) -> Desired:
         desired = await self._state.desired()
@@ -351,26 +353,35 @@ class Controller:
         now, slot = self._clock.now(), worker.seen.worker_id
         self._history[slot] = self._history[slot].served(now - worker.seen.since)
         worker.enter(Phase.DRAINING, now, why)
-        seconds, leaves_at = self._config.autoscaling.drain_seconds, worker.seen.leaves_at
-        if leaves_at is not None:
-            seconds = max(leaves_at - now - LEAVE_SECONDS, 0.0)  # the node's time and no other
-        worker.drain = tasks.create_task(self._drain(worker, why, seconds))
+        self._drain_within(worker, self._seconds_to_drain(worker), tasks)
 
-    async def _drain(self, worker: _Worker, why: str, seconds: float | None) -> None:
-        """So long for what it has; None: what a worker has that is told to end."""
+    def _seconds_to_drain(self, worker: _Worker) -> float:
+        seconds, leaves_at = self._config.autoscaling.drain_seconds, worker.seen.leaves_at
+        if leaves_at is None:
+            return seconds
+        return max(leaves_at - self._clock.now() - LEAVE_SECONDS, 0.0)  # the node's time and no other
+
+    def _drain_within(self, worker: _Worker, seconds: float | None, tasks: asyncio.TaskGroup) -> None:
+        """Whatever it had before for what it has; None: what a worker has that is told to end."""
+        if worker.drain is not None:
+            worker.drain.cancel()
+        worker.drain = tasks.create_task(self._drain(worker, seconds))
+
+    async def _drain(self, worker: _Worker, seconds: float | None) -> None:
         if seconds is not None:
             with contextlib.suppress(WorkerLost, InternalError):  # whoever is gone has no more to finish
                 async with WorkerClient(worker.addresses.service) as client:
                     await client.drain(seconds)
         await self._pools.drain(worker.seen.worker_id, worker.seen.generation)
         if worker.seen.phase is Phase.DRAINING:
-            worker.enter(Phase.DRAINED, self._clock.now(), why)
+            worker.enter(Phase.DRAINED, self._clock.now(), worker.seen.reason)
         self._changed.set()
 
     def _remove(self, worker: _Worker) -> None:
         slot = worker.seen.worker_id
-        if worker.task is not None:
-            worker.task.cancel()
+        for task in (worker.task, worker.drain):
+            if task is not None:
+                task.cancel()
         self._pools.remove(slot, worker.seen.generation)
         del self._workers[slot]
         self._changed.set()
@@ -381,10 +392,8 @@ class Controller:
         for worker in self._workers.values():
             if worker.seen.phase is Phase.READY:
                 worker.enter(Phase.DRAINING, now, why)
-            elif worker.drain is not None:
-                worker.drain.cancel()  # whoever had long for its requests has it no more
-            if worker.seen.phase is Phase.DRAINING:
-                worker.drain = tasks.create_task(self._drain(worker, why, None))
+            if worker.seen.phase is Phase.DRAINING:  # whoever had long for its requests has it no more
+                self._drain_within(worker, None, tasks)
         drains = [worker.drain for worker in self._workers.values() if worker.drain is not None]
         if drains:
             await asyncio.wait(drains)

@@ -1,8 +1,10 @@
 """What must change so that the observed pools become the desired ones. Pure: takes `now`, returns actions.
 
 A worker is named by its slot, `<pool>-<index>`, and its generation grows with every start of that slot. A slot is given
-out again only when nothing of its last worker is left. Workers that serve are drained before they go; workers that are
-dead are removed at once and their slot starts again after a delay that doubles with every failure in a row.
+out again only when nothing of its last worker is left. Workers that serve are drained before they go, which may take as
+long as a request: where one that was too many is needed again meanwhile, another starts in the next free slot, as far as
+the budget of GPUs goes. Workers that are dead are removed at once and their slot starts again after a delay that doubles
+with every failure in a row.
 
 Missing data takes nothing away: while `Desired.trusted` is false (Redis had none, so it was rebuilt from the
 configuration), no worker is drained, none changes its role, and no pool is made smaller.
@@ -334,8 +336,14 @@ def _starts(
     free_gpus: int | None,
 ) -> list[Start]:
     """The lowest slots that nobody keeps, as many as are missing; a slot still held or in its delay is waited for, but not
-    that of a worker whose node goes, as long as there are `free_gpus` for another."""
-    leaving = {worker.index for worker in workers if worker.leaves_at is not None}
+    that of a worker whose node goes, or that was too many and drains, as long as there are `free_gpus` for another."""
+    wanted = target.layout, target.revision
+    leaving = {
+        worker.index
+        for worker in workers
+        if worker.leaves_at is not None
+        or (worker.phase is Phase.DRAINING and (worker.layout, worker.revision) == wanted)
+    }
     indices = {worker.index for worker in kept} | leaving
     held = {worker.index for worker in workers}
     missing = max(target.replicas - len(kept), 0)

@@ -10,9 +10,11 @@ from workers.spec import WorkerSpec
 
 @dataclass
 class Pools:
-    """Workers start at once, and drain when they are let go; what happens to them is noted in order."""
+    """Workers start at once, drain when they are let go, and end when they are gone; what happens to them is noted in
+    order."""
 
     let_go: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    gone: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     happened: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -32,8 +34,8 @@ class Pools:
         return Addresses("127.0.0.1:1", "127.0.0.1:1")
 
     async def ended(self, worker_id: str, generation: int) -> str:
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("it ends by being removed")
+        await self.gone[worker_id].wait()
+        return "its process ended"
 
     async def drain(self, worker_id: str, generation: int) -> None:
         self.note(f"{worker_id} drains")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.controller import Controller
+from cluster.controller import LEAVE_SECONDS, Controller
 from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History
 from cluster.state import ControlState, configured
 from cluster.worker_client import WorkerClient
@@ -117,7 +117,8 @@ async def test_a_node_that_goes_sooner_than_was_said_is_left_sooner(redis_url: s
         await pools.until("decode-0 starts", "decode-1 starts")
         for said, meant in ((600.0, 600.0), (599.0, 600.0), (60.0, 60.0), (600.0, 60.0)):
             pools.leaving = {("decode-0", 1): said}
-            await controller._hear_notices()
+            async with asyncio.TaskGroup() as tasks:
+                await controller._hear_notices(tasks)
             leaves_at = controller._workers["decode-0"].seen.leaves_at
             assert leaves_at is not None
             assert leaves_at - clock.now() == meant
@@ -134,11 +135,8 @@ async def test_a_slot_that_served_steadily_starts_without_the_failures_of_before
         assert controller._history["decode-1"].failures == 0, "so that it is counted on while it starts"
 
 
-async def test_who_is_taken_away_may_finish_long_answers_unless_the_cluster_goes_down(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every answer that took half a minute more was cut wherever a pool shrank: 11 of 126 under a load that ended."""
-    pools, finished = Pools(), asyncio.Event()
+def asked(pools: Pools, finished: asyncio.Event) -> type[WorkerClient]:
+    """Workers that note what they are given to drain, and have not done before `finished`."""
 
     class Asked(WorkerClient):
         async def drain(self, grace_seconds: float) -> int:
@@ -146,7 +144,16 @@ async def test_who_is_taken_away_may_finish_long_answers_unless_the_cluster_goes
             await finished.wait()
             return 0
 
-    monkeypatch.setattr("cluster.controller.WorkerClient", Asked)
+    return Asked
+
+
+async def test_who_is_taken_away_may_finish_long_answers_unless_the_cluster_goes_down(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer that took half a minute more was cut wherever a pool shrank: 11 of 126 under a load that ended."""
+    pools, finished = Pools(), asyncio.Event()
+
+    monkeypatch.setattr("cluster.controller.WorkerClient", asked(pools, finished))
     async with controlling(redis_url, pools) as (controller, state, running):
         await pools.until("decode-0 starts", "decode-1 starts")
         await state.write_desired(Desired({"decode": DesiredPool(Role.DECODE, 1)}))
@@ -158,3 +165,24 @@ async def test_who_is_taken_away_may_finish_long_answers_unless_the_cluster_goes
         await asyncio.wait_for(running, 10)
     assert pools.happened.count("has 600 s") == 1
     assert {"decode-0 is drained", "decode-1 is drained"} <= set(pools.happened)
+
+
+async def test_who_drains_already_has_the_time_of_a_node_that_goes_and_is_waited_for_no_more_once_it_is_gone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed in the middle of its ten minutes; and a cluster that went down waited for the rest of them."""
+    pools, clock = Pools(), ManualClock()
+    monkeypatch.setattr("cluster.controller.WorkerClient", asked(pools, asyncio.Event()))
+    async with controlling(redis_url, pools, clock) as (controller, state, running):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        await state.write_desired(Desired({"decode": DesiredPool(Role.DECODE, 1)}))
+        await pools.until("has 600 s")
+        pools.leaving = {("decode-1", 1): 60.0}
+        controller._changed.set()
+        await pools.until(f"has {60 - LEAVE_SECONDS:g} s")
+        pools.gone["decode-1"].set()
+        await pools.until("decode-1 is removed")
+        pools.let_go["decode-0"].set()
+        controller.stop()
+        await asyncio.wait_for(running, 10)
+    assert "decode-1 drains" not in pools.happened

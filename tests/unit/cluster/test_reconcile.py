@@ -261,6 +261,18 @@ def test_a_pool_that_shrinks_beside_lending_flips_nobody_that_it_need_not() -> N
     assert all(isinstance(action, Drain) for action in actions), "decode-0 decodes and decode-3 prefills already"
 
 
+def test_a_pool_that_is_to_grow_again_waits_for_nobody_who_drains_unless_the_budget_is_held() -> None:
+    """A drain takes as long as the longest request: the slot that it holds kept a worker away for ten minutes."""
+    world, before = settled(decode=2)
+    world.act(reconcile(Desired({"decode": DesiredPool(Role.DECODE, 1)}), world.observed, world.now))
+    assert world.workers["decode-1"].phase is Phase.DRAINING
+    assert reconcile(before, world.observed, world.now, budget_gpus=2) == []
+    for budget in (3, None):
+        (start,) = reconcile(before, world.observed, world.now, budget)
+        assert isinstance(start, Start)
+        assert start.worker_id == "decode-2"
+
+
 def test_another_layout_replaces_one_worker_at_a_time() -> None:
     world, _ = settled(decode=2)
     desired = Desired({"decode": DesiredPool(Role.DECODE, 2, TWO)})
