@@ -74,13 +74,17 @@ def _verdict(low: float, high: float, limit: float) -> Verdict:
     return Verdict.NO_WORSE if high <= limit else Verdict.UNDECIDED
 
 
+def timed(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
+
+
 def said(test: Test) -> str:
     """A comparison in words, with its numbers."""
     if test.change is None or test.base is None or test.canary is None or test.low is None:
         return f"{test.name}: {test.verdict.value}"
     if test.name.startswith(("TTFT", "TPOT")):
         return (
-            f"{test.name} {1e3 * test.canary:.1f} ms against {1e3 * test.base:.1f} ms, at least {test.low:.2f} times as "
+            f"{test.name} {timed(test.canary)} against {timed(test.base)}, at least {test.low:.2f} times as "
             f"long, {test.limit:g} is allowed"
         )
     return (

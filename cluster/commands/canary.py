@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cluster.canary import operators
 from cluster.canary.evidence import decode_sides
-from cluster.canary.judge import judge
+from cluster.canary.judge import judge, timed
 from cluster.canary.report import Standing, figures
 from cluster.canary.store import CanaryState
 from cluster.canary.values import Event, State
@@ -168,7 +168,7 @@ def _one(its: dict[str, Any]) -> RenderableType:
         f"share    {its['percent']:g} % of the conversations, {its['wanted_percent']:g} % wanted",
         f"workers  {', '.join(f'{name} {number}' for name, number in its['pools'].items())}; {its['failures']} failed, "
         f"{its['max_failures']} end it",
-        f"compared {_ago(its['window_seconds'])}, looked at {its['looks']} times: {its['verdict']} "
+        f"compared {_ago(its['window_seconds'])}, looked at {_times(its['looks'])}: {its['verdict']} "
         f"(at {its['confidence']:.0%} over all looks)",
     ]
     both = Table("", "requests", "failed", "in target", "TTFT 50·90·99 %", "TPOT 50·90·99 %", "tokens", box=None)
@@ -202,9 +202,11 @@ def _ago(seconds: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
+    return timed(seconds) if seconds is not None else "-"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _part(part: float | None) -> str:

@@ -259,6 +259,16 @@ async def test_case_numbers_at_their_borders_are_written_as_people_write_them(wa
     ]
 
 
+async def test_case_what_a_tile_says_below_its_figure_is_whole(watched: Watched) -> None:
+    """ "prompts 5,802, computed 1,7…" on a page as wide as most."""
+    cut = await watched.page.evaluate(
+        """async () => { const { showTraffic } = await import("./traffic.js");
+        showTraffic({ traffic: { arrivals: 9, generated: 419, prompt_tokens: 58020, computed_tokens: 17350 } });
+        return [...document.querySelectorAll(".tile > *")].filter((its) => its.scrollWidth > its.clientWidth).length; }"""
+    )
+    assert cut == 0
+
+
 async def test_case_the_word_beside_a_thin_flow_is_not_cut(watched: Watched) -> None:
     """Of a worker that handed little over, at the top, half the name was beyond the picture."""
     above = await watched.page.evaluate(

@@ -44,7 +44,7 @@ export function showCanary({ canary }) {
 
 function about(canary) {
   const good = known(canary.shared_seconds) ? `, with a share for ${seconds(canary.shared_seconds)} of the ${seconds(canary.good_after_seconds)} that it takes to be good` : "";
-  return `${canary.percent} % of the conversations${good}. Looked at ${count(canary.looks)} times, at ${percent(canary.confidence)} over all of them; `
+  return `${canary.percent} % of the conversations${good}. Looked at ${canary.looks === 1 ? "once" : `${count(canary.looks)} times`}, at ${percent(canary.confidence)} over all of them; `
     + `${count(canary.failures)} of its workers failed, ${count(canary.max_failures)} end it.`;
 }
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 from cluster.canary import operators
 from cluster.canary.control import begin
 from cluster.canary.evidence import encode_sides
-from cluster.canary.judge import judge
+from cluster.canary.judge import judge, said
 from cluster.canary.report import Standing, figures
 from cluster.canary.store import CanaryState, Found
-from cluster.canary.values import Event, Evidence, Phase, State, written
+from cluster.canary.values import Event, Evidence, Phase, State, Test, Verdict, written
 from cluster.commands.canary import _ms, command
 from headrace.config import CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
 from headrace.errors import ConfigError, InternalError
@@ -176,7 +176,7 @@ def test_figures_are_numbers_that_any_reader_of_json_takes() -> None:
 
 
 def test_case_times_beyond_a_second_are_written_as_people_write_them() -> None:
-    """TTFT at 90 % was "1.47e+03 ms"."""
+    """TTFT at 90 % was "1.47e+03 ms", and why a canary was rolled back "27974.4 ms against 367.6 ms"."""
     assert [_ms(seconds) for seconds in (0.0262, 0.26, 0.9996, 1.47, None)] == [
         "26.2 ms",
         "260 ms",
@@ -184,3 +184,5 @@ def test_case_times_beyond_a_second_are_written_as_people_write_them() -> None:
         "1.47 s",
         "-",
     ]
+    worse = Test("TTFT at 90%", 0.3676, 27.9744, 76.1, 36.44, None, 1.25, Verdict.WORSE)
+    assert said(worse).startswith("TTFT at 90% 27.97 s against 368 ms, at least 36.44 times as long")
