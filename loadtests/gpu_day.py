@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtests.gpu_day_parts import PAIR_PEER, PEER, Host, Part, plan, rows_of_peer
-from loadtests.left_behind import adopt_orphans, end_all_below
+from loadtests.left_behind import adopt_orphans, children, end_all_below
 from workers.kv.links.endpoint import this_machine
 
 PEER_USUAL, PEER_MOST = 300.0, 420.0
@@ -99,6 +99,7 @@ class Day:
 
     def _run(self, command: Sequence[str], environment: dict[str, str], log: Path, seconds: float) -> int | None:
         """The exit status; None where time was over. What it started is gone when this returns."""
+        others = children()
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -108,7 +109,7 @@ class Day:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                end_all_below()
+                end_all_below(others)
                 process.wait()
 
     def pack(self, into: Path, parts: Sequence[Part]) -> None:

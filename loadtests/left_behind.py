@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -28,10 +29,10 @@ def children() -> list[int]:
     return found
 
 
-def end_all_below() -> None:
-    """Kills every child, and whoever becomes one by that, until there is none."""
+def end_all_below(but: Collection[int] = ()) -> None:
+    """Kills every child but these, and whoever becomes one by that, until there is none."""
     deadline = time.monotonic() + MOST_SECONDS
-    while (left := children()) and time.monotonic() < deadline:
+    while (left := set(children()).difference(but)) and time.monotonic() < deadline:
         for child in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

@@ -100,6 +100,15 @@ print("gone", len(child.stdout.read()))
 """
 
 
+def test_what_was_there_before_a_part_lives_on(tmp_path: Path) -> None:
+    """A Redis of the whole test run, for one, ended with the first part that was run here."""
+    from loadtests.gpu_day import Day
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as before:
+        assert Day(tmp_path, {}).run(Part("part", 1, 60, ("-c", "")), 60) == "done"
+        assert before.poll() is None
+
+
 def test_what_a_killed_part_has_left_in_a_session_of_its_own_is_ended_too() -> None:
     """It holds the pipe's other end: the last read ends with it alone."""
     ended = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, check=True)
