@@ -1,21 +1,24 @@
-"""A real router process beside null workers: what tests of the edges stand on."""
+"""A real router process beside null workers, what these say, and what is waited for."""
 
 import asyncio
 import json
 import pathlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import httpx
 import openai
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.null_worker import worker_info
+from headrace.values import FinishReason, RequestKey, Timeline, Usage
+from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.checkpoints import byte_level, write
 
 START_SECONDS = 60.0
@@ -97,3 +100,32 @@ async def running_router(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+T = TypeVar("T")
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(20):
+        return await awaitable
+
+
+async def until_health(router: RunningRouter, status: int) -> None:
+    async with asyncio.timeout(20), grpc.aio.insecure_channel(router.grpc) as channel:
+        async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+            if answer.status == status:
+                return
+
+
+def say(worker: NullWorker, key: RequestKey, token_ids: list[int], *, start: int = 0, end: bool = True) -> None:
+    """The worker says tokens one by one, of one sample, from number `start` on."""
+    for position, token_id in enumerate(token_ids, start + 1):
+        last = end and position == start + len(token_ids)
+        worker.emit(
+            key,
+            [token_id],
+            num_generated=position,
+            finish=FinishReason.LENGTH if last else None,
+            usage=Usage(3, cached_tokens=2) if position == 1 else None,
+            timeline=Timeline(prefill_worker="p9") if last else None,
+        )

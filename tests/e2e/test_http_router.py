@@ -5,31 +5,38 @@ import asyncio
 import pathlib
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
 import httpx
 import openai
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from starlette.applications import Starlette
 
 from headrace.client import AsyncClient
 from headrace.config import RouterConfig
 from headrace.errors import ModelNotFound, Unavailable
-from headrace.values import FinishReason, Request, RequestKey, Timeline, Usage
+from headrace.values import Request
 from router.edge.connections import http_config
 from router.text.vocabulary import Text
-from tests.e2e.routers import RunningRouter, null_info, running_router, sdk_of, tiny_checkpoint, write_config
+from tests.e2e.routers import (
+    RunningRouter,
+    null_info,
+    running_router,
+    say,
+    sdk_of,
+    soon,
+    tiny_checkpoint,
+    until_health,
+    write_config,
+)
 from tests.null_worker import NullWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-T = TypeVar("T")
 ANSWER = "The quick brown fox"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -72,32 +79,6 @@ async def before(
     async with running_router(checkpoint, folder / "headrace.yaml", [worker.address], **options) as router:
         await until_health(router, health_pb2.HealthCheckResponse.SERVING)
         yield router
-
-
-async def soon(awaitable: Awaitable[T]) -> T:
-    async with asyncio.timeout(20):
-        return await awaitable
-
-
-async def until_health(router: RunningRouter, status: int) -> None:
-    async with asyncio.timeout(20), grpc.aio.insecure_channel(router.grpc) as channel:
-        async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
-            if answer.status == status:
-                return
-
-
-def say(worker: NullWorker, key: RequestKey, token_ids: list[int], *, start: int = 0, end: bool = True) -> None:
-    """The worker says tokens one by one, of one sample, from number `start` on."""
-    for position, token_id in enumerate(token_ids, start + 1):
-        last = end and position == start + len(token_ids)
-        worker.emit(
-            key,
-            [token_id],
-            num_generated=position,
-            finish=FinishReason.LENGTH if last else None,
-            usage=Usage(3, cached_tokens=2) if position == 1 else None,
-            timeline=Timeline(prefill_worker="p9") if last else None,
-        )
 
 
 async def test_the_sdk_gets_a_whole_answer_and_a_stream(

@@ -15,8 +15,7 @@ from cluster.router_reports import router_reports
 from headrace import metrics
 from headrace.reports import RouterReport
 from headrace.store import connect
-from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint
-from tests.e2e.test_http_router import until_health
+from tests.e2e.routers import RunningRouter, null_info, running_router, tiny_checkpoint, until_health
 from tests.null_worker import NullWorker
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]

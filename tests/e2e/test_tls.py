@@ -20,8 +20,7 @@ from headrace.errors import InvalidRequest, Unauthenticated, Unavailable
 from headrace.tls import ClientTls
 from loadtests.open_loop.http_client import http_client
 from tests.certificates import Pair, authority, signed
-from tests.e2e.routers import null_info, running_router, tiny_checkpoint
-from tests.e2e.test_http_router import say, soon
+from tests.e2e.routers import null_info, running_router, say, soon, tiny_checkpoint
 from tests.null_worker import NullWorker
 
 SERVER = "router.llm.svc"
