@@ -45,9 +45,14 @@ class Cut:
         step = max(1, self.message_bytes // block_bytes)
         return [slice(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)]
 
+    @property
+    def told(self) -> Message:
+        """With how a request holds its numbers: ends that hold them otherwise refuse each other before there is one."""
+        return {**asdict(self), "numbers": "packed"}
+
     def check(self, theirs: Message) -> None:
-        if theirs.get("cut") != asdict(self):
-            raise IncompatiblePeer(f"cut must be {asdict(self)} as it is here, got {theirs.get('cut')}", field="cut")
+        if theirs.get("cut") != self.told:
+            raise IncompatiblePeer(f"cut must be {self.told} as it is here, got {theirs.get('cut')}", field="cut")
 
 
 class Carrier(Protocol):
@@ -102,7 +107,7 @@ class StagedSource:
     def answer(self, pair: Pair, first: Message) -> None:
         """Requests begin on the thread that reads them: another one would be woken at the cost of a third of a message."""
         terms = Terms.of(self._pool)
-        pair.send({"cut": asdict(self._cut), **asdict(terms)})
+        pair.send({"cut": self._cut.told, **asdict(terms)})
         terms.check(first)
         self._cut.check(first)
         carrier = self._make(pair, SOURCE)
@@ -201,7 +206,7 @@ class StagedTransport:
     def form(self, closing: Closing) -> None:
         where, terms = self._where, Terms.of(self._pool)
         self._pair = Pair(reach(where.host, where.port, where.token, self._seconds, closing), closing)
-        self._pair.send({"scheme": self._scheme, "cut": asdict(self._cut), **asdict(terms)})
+        self._pair.send({"scheme": self._scheme, "cut": self._cut.told, **asdict(terms)})
         theirs = self._pair.next(self._seconds)
         terms.check(theirs)
         self._cut.check(theirs)

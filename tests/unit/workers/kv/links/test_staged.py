@@ -124,9 +124,13 @@ def test_ends_that_cut_otherwise_do_not_read_from_each_other() -> None:
         assert link.closed
 
 
-def test_ends_of_a_version_that_knows_of_no_cut_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("cut", "got"), [({}, "None"), ({"cut": asdict(gloo.CUT)}, r"{'message_bytes': \d+, 'depth': \d+}")]
+)
+def test_ends_of_a_version_that_knows_of_no_cut_or_packs_no_numbers_are_refused_by_name(cut: Message, got: str) -> None:
+    """A request whose numbers were a list was no word of a refusal, but a fault of the link with each new peer."""
     pools = [KvPool(SLAB, 2, torch.float32, torch.device("cpu")) for _ in range(2)]
-    terms = asdict(Terms.of(pools[1]))
+    terms = {**cut, **asdict(Terms.of(pools[1]))}
 
     def before(pair: Pair, first: Message) -> None:
         pair.send(terms)
@@ -134,14 +138,14 @@ def test_ends_of_a_version_that_knows_of_no_cut_are_refused_by_name() -> None:
 
     with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"gloo": before})) as server:
         link = gloo.link(server.endpoint, pools[0], 10.0)
-        with pytest.raises(IncompatiblePeer, match=r"cut must be .* got None"):
+        with pytest.raises(IncompatiblePeer, match=rf"cut must be .* got {got}$"):
             link.pull([BlockPull(0, 0, 1)], WHOLE)
     with contextlib.closing(gloo.serve(pools[1], "127.0.0.1", 10.0)) as server:
         where, closing = Endpoint.parse(server.endpoint), Closing()
         target = Pair(reach(where.host, where.port, where.token, 10.0, closing), closing)
         target.send({"scheme": "gloo", **terms})
         assert "cut" in target.next(10.0)
-        with pytest.raises(LinkClosed, match=r"IncompatiblePeer: cut must be .* got None"):
+        with pytest.raises(LinkClosed, match=rf"IncompatiblePeer: cut must be .* got {got}$"):
             target.next(10.0)
 
 
