@@ -142,7 +142,7 @@ class Controller:
             log.warning("%s (generation %d): %s", slot, generation, why)
             worker.seen = replace(worker.seen, leaves_at=leaves_at, reason=why)
             if worker.seen.phase is Phase.DRAINING:
-                self._drain_within(worker, self._seconds_to_drain(worker), tasks)
+                self._drain_anew(worker, tasks)
 
     async def _read_desired(self) -> Desired:
         desired = await self._state.desired()
@@ -353,16 +353,15 @@ class Controller:
         now, slot = self._clock.now(), worker.seen.worker_id
         self._history[slot] = self._history[slot].served(now - worker.seen.since)
         worker.enter(Phase.DRAINING, now, why)
-        self._drain_within(worker, self._seconds_to_drain(worker), tasks)
+        self._drain_anew(worker, tasks)
 
-    def _seconds_to_drain(self, worker: _Worker) -> float:
-        seconds, leaves_at = self._config.autoscaling.drain_seconds, worker.seen.leaves_at
-        if leaves_at is None:
-            return seconds
-        return max(leaves_at - self._clock.now() - LEAVE_SECONDS, 0.0)  # the node's time and no other
-
-    def _drain_within(self, worker: _Worker, seconds: float | None, tasks: asyncio.TaskGroup) -> None:
-        """Whatever it had before for what it has; None: what a worker has that is told to end."""
+    def _drain_anew(self, worker: _Worker, tasks: asyncio.TaskGroup) -> None:
+        """Within the time that it has for its requests by now, whatever it had before."""
+        seconds: float | None = self._config.autoscaling.drain_seconds
+        if self._stopping:
+            seconds = None  # what a worker has that is told to end
+        elif (leaves_at := worker.seen.leaves_at) is not None:
+            seconds = max(leaves_at - self._clock.now() - LEAVE_SECONDS, 0.0)  # the node's time and no other
         if worker.drain is not None:
             worker.drain.cancel()
         worker.drain = tasks.create_task(self._drain(worker, seconds))
@@ -379,21 +378,19 @@ class Controller:
 
     def _remove(self, worker: _Worker) -> None:
         slot = worker.seen.worker_id
-        for task in (worker.task, worker.drain):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, (worker.task, worker.drain)):
+            task.cancel()
         self._pools.remove(slot, worker.seen.generation)
         del self._workers[slot]
         self._changed.set()
 
     async def _take_down(self, tasks: asyncio.TaskGroup) -> None:
         """Every worker drained, those that drain already too, and removed; Redis forgets the cluster."""
-        why, now = "the cluster goes down", self._clock.now()
         for worker in self._workers.values():
             if worker.seen.phase is Phase.READY:
-                worker.enter(Phase.DRAINING, now, why)
+                worker.enter(Phase.DRAINING, self._clock.now(), "the cluster goes down")
             if worker.seen.phase is Phase.DRAINING:  # whoever had long for its requests has it no more
-                self._drain_within(worker, None, tasks)
+                self._drain_anew(worker, tasks)
         drains = [worker.drain for worker in self._workers.values() if worker.drain is not None]
         if drains:
             await asyncio.wait(drains)

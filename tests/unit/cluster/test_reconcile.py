@@ -1,26 +1,20 @@
-"""reconcile() in a small world that carries actions out, lets workers become ready, finish draining and die at will."""
+"""Pools that grow, shrink, flip, are replaced and fail, brought to what is desired."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import assert_never
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.reconcile import (
-    FOUND_SECONDS,
-    LAST_SECONDS,
     MAX_DELAY_SECONDS,
     START_SECONDS,
     STEADY_SECONDS,
-    Action,
     Desired,
     DesiredPool,
     Drain,
     History,
     Observed,
-    ObservedWorker,
     Phase,
     Remove,
     SetRole,
@@ -28,82 +22,7 @@ from cluster.reconcile import (
     reconcile,
 )
 from headrace.values import ParallelLayout, Role
-
-ONE = ParallelLayout()
-TWO = ParallelLayout(tp=2)
-
-
-@dataclass
-class World:
-    """Workers by id, as a controller would keep them; time moves only when told."""
-
-    now: float = 0.0
-    workers: dict[str, ObservedWorker] = field(default_factory=dict)
-    history: dict[str, History] = field(default_factory=dict)
-
-    @property
-    def observed(self) -> Observed:
-        return Observed(list(self.workers.values()), dict(self.history))
-
-    def act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Start():
-                    assert action.worker_id not in self.workers, "two workers in one slot"
-                    past = self.history.get(action.worker_id, History())
-                    assert action.generation > past.generation, "a generation came back"
-                    assert self.now >= past.not_before, "started within its delay"
-                    self.history[action.worker_id] = past.started(action.generation)
-                    self.workers[action.worker_id] = ObservedWorker(
-                        action.pool,
-                        action.index,
-                        action.generation,
-                        action.role,
-                        action.layout,
-                        Phase.STARTING,
-                        self.now,
-                        revision=action.revision,
-                    )
-                case SetRole():
-                    self.workers[action.worker_id] = replace(self.workers[action.worker_id], role=action.role)
-                case Drain():
-                    assert self.workers[action.worker_id].phase is Phase.READY
-                    self.set_phase(action.worker_id, Phase.DRAINING)
-                case Remove():
-                    worker = self.workers.pop(action.worker_id)
-                    assert worker.generation == action.generation
-                    assert worker.phase not in (Phase.READY, Phase.DRAINING), "removed a worker that serves"
-                case _:
-                    assert_never(action)
-
-    def set_phase(self, worker_id: str, phase: Phase) -> None:
-        worker = self.workers[worker_id]
-        if phase is Phase.DEAD:
-            served = self.now - worker.since if worker.phase is Phase.READY else 0.0
-            self.history[worker_id] = self.history[worker_id].failed(self.now, served, "died")
-        self.workers[worker_id] = replace(worker, phase=phase, since=self.now)
-
-    def progress(self) -> None:
-        """What starts becomes ready, what drains is drained."""
-        for worker in list(self.workers.values()):
-            if worker.phase is Phase.STARTING:
-                self.set_phase(worker.worker_id, Phase.READY)
-            elif worker.phase is Phase.DRAINING:
-                self.set_phase(worker.worker_id, Phase.DRAINED)
-
-    def settle(self, desired: Desired) -> int:
-        """Ticks until nothing is left to do, at most 64."""
-        for tick in range(64):
-            actions = reconcile(desired, self.observed, self.now)
-            staying = all(its.phase is Phase.READY and its.leaves_at is None for its in self.workers.values())
-            if not actions and staying:
-                waiting = [past.not_before for past in self.history.values() if past.not_before > self.now]
-                if not waiting:
-                    return tick
-            self.act(actions)
-            self.progress()
-            self.now += 1.0
-        raise AssertionError(f"never settled: {self.workers}")
+from tests.unit.cluster.reconciled import ONE, TWO, World, settled
 
 
 def pools(draw: st.DrawFn) -> dict[str, DesiredPool]:
@@ -171,13 +90,6 @@ def test_a_pool_that_shrinks_or_keeps_its_size_never_serves_with_fewer_than_it_s
         ]
         reshaping = any(worker.layout != pool.layout for worker in ready)
         assert len(ready) - len(drained) >= min(len(ready), pool.replicas) - (1 if reshaping else 0)
-
-
-def settled(**replicas: int) -> tuple[World, Desired]:
-    desired = Desired({name: DesiredPool(Role(name), count) for name, count in replicas.items()})
-    world = World()
-    world.settle(desired)
-    return world, desired
 
 
 def test_a_dead_worker_is_removed_and_its_slot_starts_with_the_next_generation() -> None:
@@ -308,105 +220,3 @@ def test_the_widest_worker_starts_first_so_that_narrow_ones_do_not_break_up_its_
     pools = {"decode": DesiredPool(Role.DECODE, 1), "prefill": DesiredPool(Role.PREFILL, 1, TWO)}
     starts = reconcile(Desired(pools), Observed([]), 0.0)
     assert [start.worker_id for start in starts if isinstance(start, Start)] == ["prefill-0", "decode-0"]
-
-
-def leaving(world: World, worker_id: str, seconds: float) -> None:
-    worker = world.workers[worker_id]
-    world.workers[worker_id] = replace(worker, leaves_at=world.now + seconds, reason="its node goes")
-
-
-def test_a_worker_whose_node_goes_serves_its_role_until_another_does() -> None:
-    world, desired = settled(decode=1)
-    leaving(world, "decode-0", 120.0)
-    assert reconcile(desired, world.observed, world.now) == [Start("decode", 1, 1, Role.DECODE, ONE)]
-    world.act(reconcile(desired, world.observed, world.now))
-    assert reconcile(desired, world.observed, world.now) == [], "the other one starts"
-    world.set_phase("decode-1", Phase.READY)
-    assert reconcile(desired, world.observed, world.now) == [], "no router has found it yet"
-    world.now += FOUND_SECONDS
-    assert reconcile(desired, world.observed, world.now) == [Drain("decode-0", 1, "its node goes")]
-
-
-def test_a_canary_is_nobody_in_the_place_of_a_worker_whose_node_goes() -> None:
-    world = World()
-    desired = Desired(
-        {"decode": DesiredPool(Role.DECODE, 1), "next": DesiredPool(Role.DECODE, 1, revision="v2")},
-    )
-    world.settle(desired)
-    world.now += FOUND_SECONDS
-    leaving(world, "decode-0", 120.0)
-    assert reconcile(desired, world.observed, world.now) == [Start("decode", 1, 1, Role.DECODE, ONE)]
-    leaving(world, "next-0", 120.0)
-    assert reconcile(Desired({"decode": desired.pools["decode"]}), world.observed, world.now)[0] == Drain(
-        "next-0", 1, "its node goes"
-    ), "which is not wanted any more"
-
-
-def test_a_worker_whose_node_goes_is_drained_in_time_though_nobody_serves_in_its_place() -> None:
-    world, desired = settled(decode=1)
-    leaving(world, "decode-0", 120.0)
-    world.act(reconcile(desired, world.observed, world.now))
-    world.now += 120.0 - LAST_SECONDS
-    assert reconcile(desired, world.observed, world.now) == [Drain("decode-0", 1, "its node goes")]
-
-
-def test_what_starts_in_the_place_of_one_whose_node_goes_waits_for_its_gpus_at_the_budget() -> None:
-    world, desired = settled(decode=2)
-    world.now += FOUND_SECONDS
-    leaving(world, "decode-1", 120.0)
-    drain = Drain("decode-1", 1, "its node goes")
-    assert reconcile(desired, world.observed, world.now, budget_gpus=2) == [drain]
-    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [
-        drain,
-        Start("decode", 2, 1, Role.DECODE, ONE),
-    ]
-
-
-def test_case_a_node_that_takes_a_pool_which_is_all_of_the_budget_gives_one_back_at_once() -> None:
-    """Nothing could start beside them, so nobody ever served in their places: all were drained in the last half minute, and
-    nobody served for as long as a worker starts."""
-    world, desired = settled(decode=3)
-    world.now += FOUND_SECONDS
-    for worker in list(world.workers):
-        leaving(world, worker, 600.0)
-    drain = Drain("decode-0", 1, "its node goes")
-    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [drain]
-    assert drain not in reconcile(desired, world.observed, world.now, budget_gpus=4), "one starts beside them"
-    smaller = Desired({"decode": DesiredPool(Role.DECODE, 1)})
-    assert reconcile(smaller, world.observed, world.now, budget_gpus=3) == [drain], "one serves on in any case"
-    world.act([drain])
-    assert reconcile(desired, world.observed, world.now, budget_gpus=3) == [], "two serve, and its GPU is not free yet"
-    del world.workers["decode-0"]
-    (start,) = reconcile(desired, world.observed, world.now, budget_gpus=3)
-    assert isinstance(start, Start)
-    del world.workers["decode-1"]
-    assert Drain("decode-2", 1, "its node goes") not in reconcile(desired, world.observed, world.now, budget_gpus=1), (
-        "the last one of them serves its role alone"
-    )
-
-
-def test_a_worker_that_starts_on_a_node_that_goes_starts_elsewhere_and_has_not_failed() -> None:
-    world, desired = settled(decode=1)
-    world.set_phase("decode-0", Phase.STARTING)
-    leaving(world, "decode-0", 120.0)
-    removal, start = reconcile(replace(desired, trusted=False), world.observed, world.now)
-    assert removal == Remove("decode-0", 1, "its node goes")
-    assert start == Start("decode", 1, 1, Role.DECODE, ONE)
-
-
-def test_case_a_node_that_takes_most_of_a_pool_gives_its_workers_back_one_at_a_time() -> None:
-    """All of them drained at once as soon as one elsewhere served their role, minutes before others could have started."""
-    world, desired = settled(decode=4)
-    world.now += FOUND_SECONDS
-    for index in (1, 2, 3):
-        leaving(world, f"decode-{index}", 600.0)
-    world.act(reconcile(desired, world.observed, world.now))
-    serving = [worker for worker in world.workers.values() if worker.phase is Phase.READY]
-    assert len(serving) == 3, "as if one had died"
-    world.set_phase("decode-4", Phase.READY)
-    world.now += FOUND_SECONDS
-    drains = reconcile(desired, world.observed, world.now)
-    assert [drain.worker_id for drain in drains if isinstance(drain, Drain)] == ["decode-2"]
-    world.now += 600.0
-    drains = reconcile(desired, world.observed, world.now)
-    assert [drain.worker_id for drain in drains if isinstance(drain, Drain)] == ["decode-2", "decode-3"], "time is over"
