@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from cluster.commands.demo import EXPECTED
-from tests.e2e.test_cli import Operator
+from tests.e2e.operating import Operator
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.torch, pytest.mark.timeout(300)]
 
