@@ -18,7 +18,9 @@ COPY workers workers
 
 # pip stays inside: known models come out of wheels (`headrace model fetch`). uv trusts whom the base trusts, as pip does.
 FROM ${BASE} AS installer
-ENV UV_SYSTEM_CERTS=true
+# Compiled here, as nobody can write beside the sources later: else each process compiles all that it imports anew.
+ENV UV_SYSTEM_CERTS=true \
+    UV_COMPILE_BYTECODE=1
 WORKDIR /build
 COPY constraints.txt ./
 RUN python -m venv /opt/headrace \

@@ -98,11 +98,17 @@ class RankActor:
 
     def __init__(self) -> None:
         self._ended: Future[None] = Future()
+        self._joined = False
+
+    def joined(self) -> bool:
+        """Whether it was told where rank 0 is."""
+        return self._joined
 
     def join(self, spec: WorkerSpec, address: str, rank: int) -> None:
         """Begins to compute, once."""
         from workers.ranks.rank import rank_main
 
+        self._joined = True
         run_on_thread(f"rank-{rank}", lambda: rank_main(address, spec.rendezvous_token, rank), self._ended)
 
     def watch(self, seconds: float) -> bool:

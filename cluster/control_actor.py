@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import hashlib
+import importlib.metadata
+import json
 import os
 import threading
 import traceback
+from concurrent.futures import Future
 
 import ray
 
@@ -29,9 +33,8 @@ class ControlActor:
         self._config = ClusterConfig.model_validate_json(config_json)
         self._redis_url = redis_url
         self._host = host
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._controller: Controller | None = None
-        self._controls = threading.Event()
+        self._started_with = settings_digest(config_json, redis_url, host)
+        self._running: Future[tuple[asyncio.AbstractEventLoop, Controller]] = Future()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
@@ -39,14 +42,18 @@ class ControlActor:
         """The process that controls."""
         return os.getpid()
 
+    def started_with(self) -> str:
+        """settings_digest of what it controls by. Answers only while its loop turns."""
+        loop, _ = self._running.result()
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+        return self._started_with
+
     def stop(self) -> None:
         """Drains and removes every worker; returns when none is left. One that only begins is waited for: it would start
         workers behind whoever believes it stopped."""
-        self._controls.wait()
-        assert self._loop is not None
-        assert self._controller is not None
+        loop, controller = self._running.result()
         with contextlib.suppress(RuntimeError):  # its loop is over already
-            self._loop.call_soon_threadsafe(self._controller.stop)
+            loop.call_soon_threadsafe(controller.stop)
         self._thread.join()
 
     def _run(self) -> None:
@@ -63,18 +70,21 @@ class ControlActor:
         pools = self._pools(canary)
         clock, scaled = SystemClock(), self._config.autoscaling.mode != "fixed"
         autoscaler = Autoscaler(self._config, store, clock) if scaled else None
-        self._controller = Controller(
-            self._config, self._redis_url, self._host, pools, state, clock, autoscaler, canary
-        )
-        self._loop = asyncio.get_running_loop()
-        self._controls.set()
+        controller = Controller(self._config, self._redis_url, self._host, pools, state, clock, autoscaler, canary)
+        self._running.set_result((asyncio.get_running_loop(), controller))
         try:
-            await self._controller.run()
+            await controller.run()
         finally:
             await store.close()
 
     def _pools(self, canary: Canary) -> RayPools:
         return RayPools(ray.get_runtime_context().namespace, lambda pool: _resources(self._config, pool, canary))
+
+
+def settings_digest(config_json: str, redis_url: str, host: str) -> str:
+    """Equal where two controllers would do the same, by the same code; says nothing of a password in the URL."""
+    parts = [importlib.metadata.version("headrace"), config_json, redis_url, host]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _resources(config: ClusterConfig, name: str, canary: Canary) -> dict[str, float]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -26,16 +27,16 @@ from cluster.reconcile import (
     Remove,
     SetRole,
     Start,
+    headless,
     reconcile,
 )
+from cluster.specs import observed_worker, spec_of
 from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
 from cluster.worker_client import WorkerClient, WorkerReport, described
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.errors import HeadraceError, InternalError, WorkerLost
 from headrace.store import StoreUnavailable
-from headrace.values import STABLE, Role
-from workers.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,7 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             while not self._stopping:
                 with contextlib.suppress(StoreUnavailable):
-                    if await self._state.lead(self._token):
-                        await self._adopt(tasks)
+                    if await self._state.lead(self._token) and await self._adopt(tasks):
                         await self._hear_notices(tasks)
                         desired = await self._read_desired()
                         reserved = await self._judge_canary(desired)
@@ -121,7 +121,8 @@ class Controller:
     def _needed(self, desired: Desired) -> list[Action]:
         scaling = self._config.autoscaling
         budget = scaling.budget_gpus if scaling.scales else None
-        return reconcile(desired, self._observed(), self._clock.now(), budget)
+        actions = reconcile(desired, self._observed(), self._clock.now(), budget)
+        return headless(actions, self._observed().workers) if self._pools.head_silent_seconds else actions
 
     async def _hear_notices(self, tasks: asyncio.TaskGroup) -> None:
         """Who lies on a node that is about to go is marked so, and again where it goes sooner than was said before: what
@@ -182,27 +183,27 @@ class Controller:
             log.exception("the autoscaler failed: sizes and roles stay as they are")
             return desired
 
-    async def _adopt(self, tasks: asyncio.TaskGroup) -> None:
+    async def _adopt(self, tasks: asyncio.TaskGroup) -> bool:
         """Once, on the first lead: workers and generations of an earlier controller are taken over, in the roles that they
-        have by now."""
+        have by now, those that start yet too. Whether that is done: until then nothing else is."""
         if self._adopted:
-            return
+            return True
         before = await self._state.observed()
         self._history = before.generations() if before else {}
         adopted_workers = await self._pools.adopt()
+        if adopted_workers is None:
+            return False
         reports = await asyncio.gather(*(described(adopted.addresses.service) for adopted in adopted_workers))
         for adopted, report in zip(adopted_workers, reports, strict=True):
-            spec = adopted.spec
-            pool, _, index = spec.worker_id.rpartition("-")
-            role = Role(report.role) if report is not None else spec.role
-            seen = ObservedWorker(pool, int(index), spec.generation, role, spec.layout, Phase.READY, self._clock.now())
-            seen = replace(seen, revision=getattr(spec, "revision", STABLE))  # an older version's worker has none
+            spec, seen = adopted.spec, observed_worker(adopted, report, self._clock.now())
             worker = _Worker(seen, adopted.addresses, report=report)
             self._workers[spec.worker_id] = worker
             known = self._history.get(spec.worker_id, History())
             self._history[spec.worker_id] = known.started(max(spec.generation, known.generation))
-            worker.task = tasks.create_task(self._watch(worker))
+            life = self._watch(worker) if seen.phase is Phase.READY else self._live(worker, self._pools.resume(spec))
+            worker.task = tasks.create_task(life)
         self._adopted = True
+        return True
 
     async def _publish(self) -> None:
         now = self._clock.now()
@@ -212,7 +213,7 @@ class Controller:
         )
         desired = {name: pool.replicas for name, pool in self._wanted.pools.items()} if self._wanted else None
         history = {slot: (past.generation, past.failures, past.reason) for slot, past in self._history.items()}
-        await self._state.write_observed(ObservedState(self._token, records, desired, history))
+        await self._state.write_observed(ObservedState(self._token, records, desired, history, self._pools.trouble))
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -253,43 +254,18 @@ class Controller:
         worker = _Worker(seen)
         self._workers[action.worker_id] = worker
         self._history[action.worker_id] = self._history.get(action.worker_id, History()).started(action.generation)
-        worker.task = tasks.create_task(self._live(worker, self._spec(action)))
-
-    def _spec(self, action: Start) -> WorkerSpec:
-        config = self._config
-        model, engine, pool = config.model, config.engine, config.pools.get(action.pool)
-        if self._canary is not None:
-            model, engine, pool = self._canary.settings(action.pool, action.revision)
-        return WorkerSpec(
-            worker_id=action.worker_id,
-            generation=action.generation,
-            role=action.role,
-            model_path=model,
-            layout=action.layout,
-            engine=engine,
-            revision=action.revision,
-            handoff=self._config.handoff,
-            cluster=self._config.name,
-            redis_url=self._redis_url,
-            redis_budget_seconds=self._config.redis.budget_seconds,
-            lease_seconds=self._config.redis.lease_seconds,
-            host=self._host,
-            fault_hooks=self._config.fault_hooks,
-            gpu_hour_price=pool.gpu_hour_price if pool is not None else None,
-            otlp_endpoint=self._config.tracing.otlp_endpoint,
-            log_format=self._config.logs.format,
-            rendezvous_token=secrets.token_hex(16),
-        )
-
-    async def _live(self, worker: _Worker, spec: WorkerSpec) -> None:
-        """A worker's life up to its end, whatever ends it."""
+        spec = spec_of(action, self._config, self._canary, self._redis_url, self._host)
 
         def progress(reason: str) -> None:
             worker.seen = replace(worker.seen, reason=reason, pending=reason.startswith(WAITING))
             self._changed.set()
 
+        worker.task = tasks.create_task(self._live(worker, self._pools.start(spec, progress)))
+
+    async def _live(self, worker: _Worker, starts: Awaitable[Addresses]) -> None:
+        """A worker's life up to its end, whatever ends it."""
         try:
-            worker.addresses = await self._pools.start(spec, progress)
+            worker.addresses = await starts
         except HeadraceError as error:
             self._died(worker, error.message)
             return

@@ -3,9 +3,10 @@
 Where others start workers too (`autoscaling.mode` external or dry-run, and no Ray), it is an advisor in this process.
 Otherwise it is on a Ray cluster that somebody else runs:
 
-The controller itself is an actor (control_actor), which Ray restarts. The keeper puts it there with the configuration of
-today, notices when the Ray cluster is gone, and ends: whoever runs the keeper starts it again. It ends no worker, and no
-controller: with it gone, the cluster serves on.
+The controller itself is an actor (control_actor), which Ray restarts. The keeper has it there with the configuration of
+today; one that runs with it is left as it is. Where Ray's head goes, the keeper stays and joins the next one; where none
+comes, it ends, and whoever runs it starts it again. It ends no worker, and no controller but one with other settings: with
+the keeper gone, the cluster serves on.
 """
 
 import asyncio
@@ -57,9 +58,9 @@ async def keep(
     workers: Elsewhere = NOTHING_KNOWN,
 ) -> None:
     """Never returns. ConfigError when the configuration names no Redis or no Ray cluster that it needs, or the port is
-    taken; Unavailable when Redis or Ray does not answer: at the start, where they may come up beside it, after
-    `patience_seconds` in which `say` gets the reason; later, at once. `connected` is called when Ray is there. Who holds
-    one of `api_keys`, or of the configuration's own, may look at the console."""
+    taken; Unavailable when Redis (at the start) or Ray (at any time) has not answered for `patience_seconds`, in which
+    `say` gets the reason. `connected` is called whenever Ray is there. Who holds one of `api_keys`, or of the
+    configuration's own, may look at the console."""
     url, address = config.redis.url, config.ray.address
     advises = address is None and config.autoscaling.mode in ADVISING
     if url is None or (address is None and not advises):
@@ -80,16 +81,16 @@ async def keep(
         serving([*Answers(state).routes(), *console.routes()], host, port, "--http-port"),
     ):
         with contextlib.closing(console):
-            deadline = asyncio.get_running_loop().time() + patience_seconds
+            patience = Patience(patience_seconds)
             if address is None:
-                await _patiently(lambda: _serves(state.has_leader()), deadline, say)
+                await _patiently(lambda: _serves(state.has_leader()), patience, say)
                 connected()
                 clock = SystemClock()
                 scaler = Autoscaler(config, state.store, clock, workers.prefix)
                 await Advisor(config, state, clock, scaler, workers).run()
             else:
-                await _patiently(lambda: _serves(state.configure(configured(config, trusted=True))), deadline, say)
-                await _keep_there(config, url, address, deadline, connected, say)
+                await _patiently(lambda: _serves(state.configure(configured(config, trusted=True))), patience, say)
+                await _keep_there(config, url, address, patience, connected, say)
 
 
 async def _serves(call: Awaitable[object]) -> None:
@@ -103,36 +104,54 @@ async def _keep_there(
     config: ClusterConfig,
     url: str,
     address: str,
-    deadline: float,
+    patience: "Patience",
     connected: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """The controller, on that Ray cluster."""
+    """The controller, on that Ray cluster, whose head may go and come back."""
 
-    async def join() -> None:
+    async def kept() -> None:
         await in_thread(ray_session.stop)
         await in_thread(ray_session.connect, address, config.name)
+        connected()
+        controller = await in_thread(ray_session.keep_controller, config, url)
+        while True:
+            patience.renew()
+            await asyncio.sleep(LOOK_SECONDS)
+            controller = await in_thread(ray_session.check_controller, config.name, controller)
 
     try:
-        await _patiently(join, deadline, say)
-        connected()
-        await in_thread(ray_session.replace_controller, config, url)
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await in_thread(ray_session.check_controller, config.name)
+        await _patiently(kept, patience, say)
     finally:
         await in_thread(ray_session.stop)
 
 
-async def _patiently(attempt: Callable[[], Awaitable[None]], deadline: float, say: Callable[[str], None]) -> None:
-    """Until it succeeds. Unavailable is said, and goes up once `deadline` (of the event loop's clock) is over."""
+class Patience:
+    """For how long what does not answer is waited for, from now or from its last answer, by the event loop's clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = asyncio.get_running_loop().time() + self._seconds
+
+    @property
+    def over(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._until
+
+
+async def _patiently(attempt: Callable[[], Awaitable[None]], patience: Patience, say: Callable[[str], None]) -> None:
+    """Until it succeeds. Unavailable is said, each reason once in a row, and goes up once the patience is over."""
+    said = ""
     while True:
         try:
             return await attempt()
         except Unavailable as error:
-            if asyncio.get_running_loop().time() >= deadline:
+            if patience.over:
                 raise
-            say(error.message)
+            if error.message != said:
+                say(said := error.message)
         await asyncio.sleep(AGAIN_SECONDS)
 
 
@@ -151,12 +170,14 @@ class Answers:
         return PlainTextResponse("ok\n")
 
     async def ready(self, request: Request) -> Response:
-        """200 while a controller holds the lease, else 503 with the reason."""
+        """200 while a controller holds the lease, with what hinders it; else 503 with the reason."""
         try:
-            why = "" if await self._state.has_leader() else "no controller leads"
+            leads, observed = await self._state.has_leader(), await self._state.observed()
         except StoreUnavailable as error:
-            why = error.message
-        return PlainTextResponse(f"{why or 'ready'}\n", 503 if why else 200)
+            return PlainTextResponse(f"{error.message}\n", 503)
+        if not leads:
+            return PlainTextResponse("no controller leads\n", 503)
+        return PlainTextResponse(f"{(observed and observed.trouble) or 'ready'}\n")
 
     async def targets(self, request: Request) -> Response:
         """Where the workers' metrics are, as Prometheus' HTTP service discovery reads it: ports are drawn by workers, and

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # which nodes drain, it alone says
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -26,11 +26,13 @@ from headrace.errors import HeadraceError, WorkerLost
 from headrace.values import ParallelLayout
 from workers.spec import WorkerSpec
 
-ADOPT_SECONDS = 10.0
+ADOPT_SECONDS = 60.0
+ADOPT_LOOK_SECONDS = 3.0  # shorter than a controller's lease of the lead, which it renews between two looks
 WATCH_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 MARGIN_SECONDS = 10.0
 NO_HURRY_SECONDS = 600.0
+SAID_SECONDS = 3.0  # a head that is slow once is no trouble
 NOTICE_SECONDS = 1.0  # that Ray's head may take to say which nodes go
 
 WAITING = "waits for "  # how a start that has no room yet begins to say so
@@ -84,10 +86,14 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A worker of an earlier controller that still serves."""
+    """A worker of an earlier controller: it serves, or has no addresses yet and loads."""
 
     spec: WorkerSpec
     addresses: Addresses
+
+
+class Unsaid:
+    """What a rank is that did not answer in time: alive, as far as anybody knows."""
 
 
 class RayPools:
@@ -100,6 +106,8 @@ class RayPools:
         self._ranks: dict[tuple[str, int], list[Any]] = {}
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
         self._gcs: Any = None
+        self._adopting_since: float | None = None
+        self._head_silent_since: float | None = None
         self._asking: asyncio.Future[tuple[Mapping[str, float], Mapping[str, Any]]] | None = None
 
     async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
@@ -125,6 +133,12 @@ class RayPools:
             await asyncio.gather(*(rank.join.remote(spec, meeting, at) for at, rank in enumerate(ranks) if at))
             progress("loads")
             return await self._ready(key, ranks)
+
+    async def resume(self, spec: WorkerSpec) -> Addresses:
+        """start(), of an adopted worker that loads."""
+        key = (spec.worker_id, spec.generation)
+        with named(*key):
+            return await self._ready(key, self._ranks[key])
 
     async def _ready(self, key: tuple[str, int], ranks: Sequence[Any]) -> Addresses:
         """Where the worker answers. A rank that ends before it joined is noticed here: rank 0 would wait for it."""
@@ -172,6 +186,7 @@ class RayPools:
         """The workers that lie on nodes which are about to go, and in how many seconds. Ray's head may take its time, or be
         away: until it answers nothing is heard, and nobody waits."""
         if self._asking is None:
+            self._head_silent_since = self._head_silent_since or time.monotonic()
             self._asking = asyncio.ensure_future(asyncio.to_thread(self._leaving))
         done, _ = await asyncio.wait({self._asking}, timeout=NOTICE_SECONDS)
         if not done:
@@ -181,6 +196,7 @@ class RayPools:
             leaving, groups = asking.result()
         except RayError:
             return {}
+        self._head_silent_since = None
         nodes = {group_id: set(entry["bundles_to_node_id"].values()) for group_id, entry in groups.items()}
         found: dict[tuple[str, int], float] = {}
         for key, group in self._groups.items():
@@ -188,6 +204,21 @@ class RayPools:
             if deadlines:
                 found[key] = max(min(deadlines) - time.time(), 0.0)
         return found
+
+    @property
+    def head_silent_seconds(self) -> float:
+        """For how long notices() has had no answer by now; 0 where it had the last one. Whoever asks the head for anything
+        else meanwhile waits as long, with all that it does."""
+        since = self._head_silent_since
+        return time.monotonic() - since if since is not None else 0.0
+
+    @property
+    def trouble(self) -> str:
+        """What an operator should know of it."""
+        seconds = self.head_silent_seconds
+        if seconds < SAID_SECONDS:
+            return ""
+        return f"Ray's head has not answered for {seconds:.0f} s: what serves goes on, and nothing is started or ended"
 
     def _leaving(self) -> tuple[Mapping[str, float], Mapping[str, Any]]:
         leaving = self._draining_nodes()
@@ -201,8 +232,11 @@ class RayPools:
         found = self._gcs.get_draining_nodes(timeout=NOTICE_SECONDS)
         return {node: at / 1000 if at else time.time() + NO_HURRY_SECONDS for node, at in found.items()}
 
-    async def adopt(self) -> list[Adopted]:
-        """Finds the workers that an earlier controller left serving; what is not whole is ended."""
+    async def adopt(self) -> list[Adopted] | None:
+        """Finds the workers that an earlier controller left serving or loading; what is not whole is ended. None where one
+        does not say yet what it is: to be called again, for ADOPT_SECONDS; then that one is ended."""
+        self._adopting_since = self._adopting_since or time.monotonic()
+        last = time.monotonic() - self._adopting_since > ADOPT_SECONDS
         found: dict[tuple[str, int], dict[int, Any]] = {}
         for entry in list_named_actors(all_namespaces=True):
             name = parse_actor_name(entry["name"]) if entry["namespace"] == self._namespace else None
@@ -211,29 +245,20 @@ class RayPools:
                     handle = ray.get_actor(entry["name"], namespace=self._namespace)
                     found.setdefault(name[:2], {})[name[2]] = handle
         groups = self._existing_groups()
+        keys = sorted(found.keys() | groups.keys())
+        whole = await asyncio.gather(*(_whole(found.get(key, {}) if key in groups else {}) for key in keys))
+        if not last and any(isinstance(one, Unsaid) for one in whole):
+            return None
         adopted: list[Adopted] = []
-        for key in sorted(found.keys() | groups.keys()):
+        for key, one in zip(keys, whole, strict=True):
             self._ranks[key] = [handle for _, handle in sorted(found.get(key, {}).items())]
             if key in groups:
                 self._groups[key] = groups[key]
-            serving = await self._serving(key, found.get(key, {}))
-            if serving is None:
-                self.remove(*key)
+            if isinstance(one, Adopted):
+                adopted.append(one)
             else:
-                adopted.append(serving)
+                self.remove(*key)
         return adopted
-
-    async def _serving(self, key: tuple[str, int], ranks: Mapping[int, Any]) -> Adopted | None:
-        if 0 not in ranks or key not in self._groups:
-            return None
-        try:
-            async with asyncio.timeout(ADOPT_SECONDS):
-                spec, addresses = await ranks[0].describe.remote()
-        except (RayError, TimeoutError):
-            return None
-        if spec is None or addresses is None or len(ranks) != spec.layout.world_size:
-            return None
-        return Adopted(spec, Addresses(*addresses))
 
     def _create(self, spec: WorkerSpec, place: RankPlace, group: PlacementGroup) -> Any:
         resources = dict(place.resources)
@@ -273,6 +298,28 @@ def describe_resources(bundles: Sequence[Mapping[str, float]]) -> str:
     """Such as "2 GPU on one node" or "2 × 4 GPU"."""
     each = ", ".join(f"{amount:g} {name}" for name, amount in bundles[0].items())
     return f"{each} on one node" if len(bundles) == 1 else f"{len(bundles)} × {each}"
+
+
+async def _whole(ranks: Mapping[int, Any]) -> Adopted | Unsaid | None:
+    """The worker of these ranks; None where it is not whole, or its start was cut before all ranks had joined."""
+    if 0 not in ranks:
+        return None
+    try:
+        async with asyncio.timeout(ADOPT_LOOK_SECONDS):
+            spec, addresses = await ranks[0].describe.remote()
+            if spec is None or len(ranks) != spec.layout.world_size:
+                return None
+            others = (
+                [] if addresses is not None else [_result(rank.joined.remote()) for at, rank in ranks.items() if at]
+            )
+            joined = await asyncio.gather(*others)
+    except (ActorUnavailableError, TimeoutError):
+        return Unsaid()
+    except (AttributeError, RayError):  # a rank of an older version cannot say whether it joined
+        return None
+    if not all(joined):
+        return None
+    return Adopted(spec, Addresses(*addresses) if addresses is not None else Addresses())
 
 
 async def _result(reference: Any) -> Any:

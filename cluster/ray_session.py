@@ -4,14 +4,16 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from cluster.control_actor import NAME, ControlActor, namespace, rank_resources
+from cluster.control_actor import NAME, ControlActor, namespace, rank_resources, settings_digest
 from cluster.pools import describe_resources, why
 from headrace.config import ClusterConfig
 from headrace.errors import ConfigError, InternalError, Unavailable
@@ -20,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 REPLACE_SECONDS = 30.0
 REPLACE_LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 60.0
+LISTENS_SECONDS = 2.0
 
 
 def start(config: ClusterConfig) -> None:
@@ -45,8 +48,11 @@ def connect(address: str, cluster: str) -> None:
     """Joins a Ray cluster that somebody else runs. Unavailable when none answers, or one that this process may not join:
     another version, another token."""
     try:
+        if address.startswith("ray://"):  # Ray's client itself takes half a minute to say that nobody listens
+            where = urlsplit(address)
+            socket.create_connection((where.hostname or "", where.port or 0), LISTENS_SECONDS).close()
         ray.init(address=address, namespace=namespace(cluster), log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except OSError as error:
         raise Unavailable(f"ray.address: no Ray cluster answers at {address}: {error}") from error
     except (RayError, RuntimeError) as error:
         raise Unavailable(f"ray.address: the Ray cluster at {address} cannot be joined: {why(error)}") from error
@@ -62,9 +68,8 @@ def stop() -> None:
     ray.shutdown()
 
 
-def start_controller(config: ClusterConfig, redis_url: str) -> None:
-    """The controller actor. On a Ray of our own, workers listen on the loopback; elsewhere on their node's address."""
-    host = LOOPBACK if config.ray.address is None else ""
+def start_controller(config: ClusterConfig, redis_url: str) -> Any:
+    """The controller actor: its handle."""
     actor: Any = (
         ray.remote(ControlActor)
         .options(
@@ -75,35 +80,61 @@ def start_controller(config: ClusterConfig, redis_url: str) -> None:
             max_restarts=-1,
             max_concurrency=4,
         )
-        .remote(config.model_dump_json(), redis_url, host)
+        .remote(*_settings(config, redis_url))
     )
     try:
         ray.get(actor.ping.remote())
     except RayError as error:
         raise InternalError(f"the controller did not start: {why(error)}") from error
+    return actor
 
 
-def replace_controller(config: ClusterConfig, redis_url: str) -> None:
-    """start_controller, in the place of one that may run already. Workers serve on: the new one takes them over, once the
-    old one's lease is over."""
-    deadline = time.monotonic() + REPLACE_SECONDS
+def keep_controller(config: ClusterConfig, redis_url: str) -> Any:
+    """The handle of a controller with these settings: of the one that runs with them, else of one in the place of
+    whichever runs. Workers serve on: a new one takes them over, once the old one's lease is over."""
     with _answering():
-        while (actor := _controller(config.name)) is not None:
+        actor = _controller(config.name)
+        if actor is not None and _runs_with(actor, settings_digest(*_settings(config, redis_url))):
+            return actor
+        deadline = time.monotonic() + REPLACE_SECONDS
+        while actor is not None:
             ray.kill(actor, no_restart=True)
             if time.monotonic() > deadline:
                 raise Unavailable(f"the old controller did not end within {REPLACE_SECONDS:.0f} s")
             time.sleep(REPLACE_LOOK_SECONDS)
-        start_controller(config, redis_url)
+            actor = _controller(config.name)
+        return start_controller(config, redis_url)
 
 
-def check_controller(cluster: str) -> None:
-    """Unavailable when the Ray cluster does not answer, or has no controller. One that Ray just starts again is waited
-    for."""
+def check_controller(cluster: str, actor: Any) -> Any:
+    """The controller: `actor`, or who is in its place. Unavailable when the Ray cluster does not answer, or has none; one
+    that Ray just starts again is waited for. The handle is kept from look to look, since Ray's client begins a process on
+    the cluster with every handle that it gets by a name."""
     with _answering():
-        actor = _controller(cluster)
-        if actor is None:
-            raise Unavailable("the Ray cluster has no controller any more")
-        ray.get(actor.ping.remote(), timeout=ANSWER_SECONDS)
+        try:
+            ray.get(actor.ping.remote(), timeout=ANSWER_SECONDS)
+        except ActorUnavailableError:
+            pass
+        except ActorDiedError:
+            actor = _controller(cluster)
+            if actor is None:
+                raise Unavailable("the Ray cluster has no controller any more") from None
+            ray.get(actor.ping.remote(), timeout=ANSWER_SECONDS)
+    return actor
+
+
+def _settings(config: ClusterConfig, redis_url: str) -> tuple[str, str, str]:
+    """What a controller is started with. On a Ray of our own, workers listen on the loopback; elsewhere on their node's
+    address."""
+    return config.model_dump_json(), redis_url, LOOPBACK if config.ray.address is None else ""
+
+
+def _runs_with(actor: Any, digest: str) -> bool:
+    """Whether it turns, and with these settings; one of an older version cannot say."""
+    try:
+        return bool(ray.get(actor.started_with.remote(), timeout=ANSWER_SECONDS) == digest)
+    except (AttributeError, RayError):
+        return False
 
 
 @contextlib.contextmanager

@@ -223,6 +223,17 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
     return [*actions, *sorted(starts, key=lambda start: -start.layout.tp)]
 
 
+def headless(actions: Sequence[Action], workers: Sequence[ObservedWorker]) -> list[Action]:
+    """Those of them for which nobody need ask Ray's head, which does not answer. What takes a worker away waits too, as
+    none can come in its place: but not the drain of one whose node goes."""
+    leaving = {worker.worker_id for worker in workers if worker.leaves_at is not None}
+    return [
+        action
+        for action in actions
+        if isinstance(action, SetRole) or (isinstance(action, Drain) and action.worker_id in leaving)
+    ]
+
+
 def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
     removals: list[Action] = []
     for worker in workers:

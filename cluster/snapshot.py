@@ -81,7 +81,10 @@ async def control_plane(store: Store, cluster: str) -> tuple[ObservedState, str]
         leased = await leased_workers(store, cluster)
         why = f"none has said anything yet{'; these workers hold a lease' if leased else ''}"
         return ObservedState("", tuple(map(_leased, leased))), why
-    return observed, "" if await state.has_leader() else "none leads just now; this is what the last one saw"
+    return (
+        observed,
+        observed.trouble if await state.has_leader() else "none leads just now; this is what the last one saw",
+    )
 
 
 def failures_of(observed: ObservedState) -> dict[str, str]:

@@ -80,12 +80,13 @@ class WorkerRecord:
 @dataclass(frozen=True, slots=True)
 class ObservedState:
     """The whole of `observed`. `history` is what survives a controller: (generation, failures in a row, why it last
-    failed) by worker id."""
+    failed) by worker id. `trouble`: what hinders the controller, empty where nothing does."""
 
     controller: str
     workers: tuple[WorkerRecord, ...] = ()
     desired: Mapping[str, int] | None = None
     history: Mapping[str, tuple[int, int, str]] | None = None
+    trouble: str = ""
 
     def generations(self) -> dict[str, History]:
         """The histories a new controller starts from; its clock is another one, so delays start over."""
@@ -248,6 +249,7 @@ def decode_observed(raw: bytes | str) -> ObservedState | None:
                 worker: (_whole(g, MOST_FAILURES), _whole(f, MOST_FAILURES), str(why))
                 for worker, (g, f, why) in (data["history"] or {}).items()
             },
+            trouble=str(data.get("trouble", "")),
         )
     except _FOREIGN:
         return None

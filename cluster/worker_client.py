@@ -141,7 +141,9 @@ class WorkerClient:
 
 
 async def described(address: str) -> WorkerReport | None:
-    """What the worker at this address says of itself; None when it does not answer."""
+    """What the worker at this address says of itself; None when it does not answer, or has none yet."""
+    if not address:
+        return None
     try:
         async with WorkerClient(address) as client:
             return await client.describe()

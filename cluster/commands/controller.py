@@ -100,13 +100,19 @@ async def _keep(
     """Until a signal asks for the end. The session is there for as long as this runs."""
     signals = Signals(lambda step: None)
     folder = SessionFolder(config.name)
+
+    def joined() -> None:
+        signals.install()
+        if config.ray.address is not None:
+            click.echo(f"headrace: joined {config.ray.address}", err=True)
+
     with folder.owned():
         folder.write(session)
         try:
             await keeper.keep(
                 *(config, host, port),
                 api_keys=keys,
-                connected=signals.install,
+                connected=joined,
                 say=_say_waiting,
                 workers=workers,
             )

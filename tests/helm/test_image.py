@@ -36,6 +36,12 @@ def test_the_chart_names_the_versions_that_are_inside() -> None:
     assert f"ray=={ray}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
+def test_what_is_installed_is_compiled_where_nothing_can_be_written_later() -> None:
+    """Without, Ray's own agents took three times the CPU to start, and Ray gives a head's 15 s."""
+    assert "PYTHONDONTWRITEBYTECODE=1" in DOCKERFILE
+    assert "UV_COMPILE_BYTECODE=1" in DOCKERFILE
+
+
 def test_it_runs_as_the_user_that_the_chart_names() -> None:
     assert re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)[0] == "10001:10001"
     assert "--uid 10001" in DOCKERFILE

@@ -118,6 +118,11 @@ def test_case_59_what_serves_has_all_three_probes(manifests: list[Manifest]) -> 
             assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys(), name
 
 
+def test_case_65_a_head_forks_servers_for_its_clients_without_handlers_of_grpc() -> None:
+    (head,) = pod_templates(rendered(example("cpu")))["RayCluster/head"]["spec"]["containers"]
+    assert {"name": "GRPC_ENABLE_FORK_SUPPORT", "value": "0"} in head["env"]
+
+
 def test_case_59_liveness_of_a_router_holds_while_readiness_may_not(manifests: list[Manifest]) -> None:
     (router,) = named(manifests, "Deployment", "hr-headrace-router")["spec"]["template"]["spec"]["containers"]
     assert router["readinessProbe"]["httpGet"]["path"] == "/ready"

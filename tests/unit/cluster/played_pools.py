@@ -18,6 +18,9 @@ class Pools:
     happened: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     leaving: dict[tuple[str, int], float] = field(default_factory=dict)
+    found: list[list[Adopted] | None] = field(default_factory=list)
+    head_silent_seconds: float = 0.0
+    trouble: str = ""
 
     def note(self, what: str) -> None:
         self.happened.append(what)
@@ -48,5 +51,10 @@ class Pools:
     async def notices(self) -> dict[tuple[str, int], float]:
         return self.leaving
 
-    async def adopt(self) -> list[Adopted]:
-        return []
+    async def adopt(self) -> list[Adopted] | None:
+        return self.found.pop(0) if self.found else []
+
+    async def resume(self, spec: WorkerSpec) -> Addresses:
+        self.note(f"{spec.worker_id} loads on")
+        await self.let_go[spec.worker_id].wait()
+        return Addresses("127.0.0.1:1", "127.0.0.1:1")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.controller import LEAVE_SECONDS, Controller
-from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History
+from cluster.pools import Addresses, Adopted
+from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History, Phase
 from cluster.state import ControlState, configured
 from cluster.worker_client import WorkerClient
 from headrace.clock import Clock, ManualClock, SystemClock
@@ -16,6 +17,7 @@ from headrace.config import ClusterConfig, PoolConfig
 from headrace.store import connect
 from headrace.values import Role
 from tests.unit.cluster.played_pools import Pools
+from workers.spec import WorkerSpec
 
 pytestmark = pytest.mark.redis
 CONFIG = ClusterConfig(model="m", pools={"decode": PoolConfig(role="decode", replicas=2)})
@@ -186,3 +188,32 @@ async def test_who_drains_already_has_the_time_of_a_node_that_goes_and_is_waited
         controller.stop()
         await asyncio.wait_for(running, 10)
     assert "decode-1 drains" not in pools.happened
+
+
+async def test_case_65_without_rays_head_nothing_is_started_and_status_says_why(redis_url: str) -> None:
+    """A call to the head would hold the controller up until it is back: its lease, roles and the canary with it."""
+    pools = Pools(head_silent_seconds=9.0, trouble="Ray's head has not answered for 9 s")
+    async with controlling(redis_url, pools) as (controller, state, _):
+        async with asyncio.timeout(10):
+            while (observed := await state.observed()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert observed.trouble == pools.trouble
+        assert not pools.happened
+        pools.head_silent_seconds = 0.0
+        controller._changed.set()
+        await pools.until("decode-0 starts", "decode-1 starts")
+
+
+async def test_case_65_a_worker_that_loads_when_another_controller_comes_loads_on(redis_url: str) -> None:
+    """Its weights may take ten minutes; a second look finds what did not answer at the first."""
+    spec = WorkerSpec("decode-0", 3, Role.DECODE, "m")
+    pools = Pools(found=[None, [Adopted(spec, Addresses())]])
+    async with controlling(redis_url, pools) as (controller, _, _):
+        await pools.until("decode-0 loads on", "decode-1 starts")
+        assert "decode-0 starts" not in pools.happened
+        assert controller._workers["decode-0"].seen.phase == Phase.STARTING
+        pools.let_go["decode-0"].set()
+        async with asyncio.timeout(10):
+            while controller._workers["decode-0"].seen.phase != Phase.READY:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert controller._workers["decode-0"].seen.generation == 3

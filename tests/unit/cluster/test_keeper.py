@@ -1,5 +1,6 @@
 """What a controller's keeper answers, over HTTP, from what is in a real Redis."""
 
+import asyncio
 import socket
 import uuid
 from collections.abc import AsyncIterator
@@ -43,7 +44,13 @@ async def test_it_is_ready_while_a_controller_leads(state: ControlState, client:
     answer = await client.get("/ready")
     assert (answer.status_code, answer.text) == (503, "no controller leads\n")
     await state.lead("token")
-    assert (await client.get("/ready")).status_code == 200
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.text) == (200, "ready\n")
+    await state.write_observed(ObservedState("token", trouble="Ray's head has not answered for 9 s"))
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.text) == (200, "Ray's head has not answered for 9 s\n"), (
+        "it controls what it can"
+    )
 
 
 async def test_case_56_workers_that_measure_are_targets_with_the_role_that_they_have_now(
@@ -104,12 +111,32 @@ async def test_a_redis_that_is_not_there_and_a_port_that_is_taken_end_it_before_
 
 async def test_what_comes_up_beside_it_is_waited_for_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "AGAIN_SECONDS", 0.0)
-    answers = [Unavailable("not yet"), Unavailable("nor now"), None]
+    answers = [Unavailable("not yet"), Unavailable("nor now"), Unavailable("nor now"), None]
     said: list[str] = []
 
     async def attempt() -> None:
         if (error := answers.pop(0)) is not None:
             raise error
 
-    await keeper._patiently(attempt, float("inf"), said.append)
+    await keeper._patiently(attempt, keeper.Patience(float("inf")), said.append)
     assert (said, answers) == (["not yet", "nor now"], [])
+
+
+async def test_case_65_what_answered_in_between_is_waited_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of Ray that goes again, long after the keeper began."""
+    monkeypatch.setattr(keeper, "AGAIN_SECONDS", 0.0)
+    now = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    patience, num_attempts = keeper.Patience(10.0), 0
+
+    async def attempt() -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        now[0] += 6.0
+        if num_attempts == 2:
+            patience.renew()
+        raise Unavailable("away")
+
+    with pytest.raises(Unavailable, match="away"):
+        await keeper._patiently(attempt, patience, lambda reason: None)
+    assert num_attempts == 4

@@ -51,12 +51,19 @@ async def test_a_head_that_does_not_answer_holds_up_no_round(monkeypatch: pytest
     monkeypatch.setattr("cluster.pools.NOTICE_SECONDS", 0.0)
     pools = RayPools("headrace-test", lambda pool: {"GPU": 1.0})
     monkeypatch.setattr(pools, "_draining_nodes", draining)
+    assert pools.head_silent_seconds == 0.0
     assert await pools.notices() == {}
     assert await pools.notices() == {}
     answers.set()
     monkeypatch.setattr("cluster.pools.NOTICE_SECONDS", 10.0)
     assert await pools.notices() == {}, "an error is no notice"
     assert num_asked == 1, "nobody asks again while one asks"
+    assert pools.head_silent_seconds > 0.0, "nor an answer"
+    monkeypatch.setattr("cluster.pools.SAID_SECONDS", 0.0)
+    assert pools.trouble.startswith("Ray's head has not answered for 0 s")
+    monkeypatch.setattr(pools, "_draining_nodes", dict)
+    assert await pools.notices() == {}
+    assert pools.head_silent_seconds == 0.0
 
 
 class Rank:

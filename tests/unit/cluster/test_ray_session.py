@@ -1,4 +1,4 @@
-from cluster.control_actor import rank_resources
+from cluster.control_actor import rank_resources, settings_digest
 from cluster.ray_session import total_resources
 from headrace.config import CanaryConfig, ClusterConfig, EngineConfig, PoolConfig, RayConfig
 
@@ -34,3 +34,14 @@ def test_a_canarys_ranks_are_counted_with_its_own_engine() -> None:
         canary=canary.model_copy(update={"engine": EngineConfig(device="cuda")}),
     )
     assert total_resources(config) == {"GPU": 4.0}
+
+
+def test_controllers_are_the_same_where_all_that_they_start_with_is() -> None:
+    ours = settings_digest("{}", "redis://:secret@h/0", "")
+    assert ours == settings_digest("{}", "redis://:secret@h/0", "")
+    others = {
+        settings_digest(*its)
+        for its in (("{1}", "redis://:secret@h/0", ""), ("{}", "redis://h/1", ""), ("{}", "", "h"))
+    }
+    assert len(others - {ours}) == 3
+    assert "secret" not in ours

@@ -15,10 +15,12 @@ from cluster.reconcile import (
     Drain,
     History,
     Observed,
+    ObservedWorker,
     Phase,
     Remove,
     SetRole,
     Start,
+    headless,
     reconcile,
 )
 from headrace.values import ParallelLayout, Role
@@ -220,3 +222,15 @@ def test_the_widest_worker_starts_first_so_that_narrow_ones_do_not_break_up_its_
     pools = {"decode": DesiredPool(Role.DECODE, 1), "prefill": DesiredPool(Role.PREFILL, 1, TWO)}
     starts = reconcile(Desired(pools), Observed([]), 0.0)
     assert [start.worker_id for start in starts if isinstance(start, Start)] == ["prefill-0", "decode-0"]
+
+
+def test_case_65_without_rays_head_roles_change_and_a_node_that_goes_is_left_but_nobody_is_missed() -> None:
+    """Nobody could start in the place of who is taken away."""
+    flip = SetRole("all-0", 1, Role.DECODE)
+    drains = [Drain("all-1", 1, "one wanted in its pool"), Drain("all-2", 1, "its node is taken away")]
+    others = [Remove("all-3", 1, "dead"), Start("all", 4, 1, Role.DECODE, ONE)]
+    workers = [
+        ObservedWorker("all", index, 1, Role.DECODE, ONE, Phase.READY, 0.0, leaves_at=60.0 if index == 2 else None)
+        for index in range(4)
+    ]
+    assert headless([flip, *drains, *others], workers) == [flip, drains[1]]

@@ -55,6 +55,8 @@ async def test_case_65_a_worker_that_is_gone_is_missing_with_its_reason(session:
     seen = shown(await take(session))
     assert "decode 0/1" in seen
     assert "decode-0 ended: rank 0: its process is gone" in seen
+    await state.write_observed(replace(OBSERVED, trouble="Ray's head has not answered for 9 s"))
+    assert "controller: Ray's head has not answered for 9 s" in shown(await take(session))
 
     again = {"decode-0": (3, 2, "rank 0: its process is gone")}
     await state.write_observed(replace(OBSERVED, workers=(STARTING,), history=again))
