@@ -37,11 +37,11 @@ BLOCK, CHUNK = 8, 16
 SILENT_SECONDS, TRANSFER_SECONDS, LEASE_SECONDS, STALL_SECONDS = 1.5, 2.0, 1.0, 2.0
 # How long a storm lasts; the field's lasted 60.
 STORM_SECONDS = float(os.environ.get("HEADRACE_STORM_SECONDS", "10"))
-MAX_QUEUE = 64
+MAX_QUEUE, MAX_NUM_SEQS = 64, 4
 OPTIONS = {
     "block-size": BLOCK,
     "max-step-tokens": CHUNK,
-    "max-num-seqs": 4,
+    "max-num-seqs": MAX_NUM_SEQS,
     "num-blocks": 256,
     "transfer-seconds": TRANSFER_SECONDS,
     "pin-seconds": TRANSFER_SECONDS,
@@ -127,16 +127,18 @@ class Stage:
         )
 
     async def goodput(self, rounds: int) -> Goodput:
-        """What four clients get, who ask one after the other, so many times each."""
+        """What three clients for each slot get, who ask one after the other, so many times each: some of them always wait,
+        so that no slot does."""
 
         async def client(number: int) -> None:
             for _ in range(rounds):
                 await self.ask(f"normal{number}", **ORDINARY)
 
         began, steps = time.monotonic(), (await self.d0.describe()).num_steps
-        await asyncio.gather(*(client(number) for number in range(4)))
-        steps = (await self.d0.describe()).num_steps - steps
-        return Goodput(4 * rounds / (time.monotonic() - began), 4 * rounds / steps)
+        num_clients = 3 * MAX_NUM_SEQS
+        await asyncio.gather(*(client(number) for number in range(num_clients)))
+        steps, answers = (await self.d0.describe()).num_steps - steps, num_clients * rounds
+        return Goodput(answers / (time.monotonic() - began), answers / steps)
 
     async def storm(self, rate: float, ask: Callable[[int], Awaitable[None]]) -> None:
         """So many clients a second for STORM_SECONDS, whatever becomes of those before them; returns when all are done."""
