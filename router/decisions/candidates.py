@@ -17,14 +17,14 @@ Side = Literal["prefill", "decode"]
 Refusal = Literal["draining", "excluded", "context"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """What placement must know of a request. `cached_tokens`: leading prompt tokens in full blocks, by worker; the last
     token of a prompt is computed in any case.
 
     `decode` pins the decode worker, for a request that it already owns. `excluded` failed this request before.
     `tie` in [0, 1) is drawn by the caller and picks among near-equals. `ttft_seconds` is what is left of the target of the
-    request's class, `tpot_seconds` the target; None: it has none.
+    request's class, `tpot_seconds` the target; None: it has none. Nobody changes one, as of a Candidate.
     """
 
     num_prompt_tokens: int

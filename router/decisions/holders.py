@@ -62,8 +62,8 @@ class Holders:
         lower = depth = 0
         last: int | None = None
         while alive and chain.reaches(depth):
-            for key in chain.keys[depth:]:
-                held = shards[key & SHARD_MASK].get(key, 0)
+            # Looked up before any is looked at: so the next ones' memory is waited for together.
+            for held in [shards[key & SHARD_MASK].get(key, 0) for key in chain.keys[depth:]]:
                 if held is not last:
                     last = held
                     still = (held | held >> 1 | held >> 2) & alive if tiered else held & alive
