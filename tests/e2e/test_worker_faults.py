@@ -5,6 +5,7 @@ import asyncio
 import os
 import pathlib
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.asyncio(l
 
 Fault = control_pb2.Fault
 SERVES_AGAIN_SECONDS = 2.0  # what was promised
+TIMES_THE_USUAL = 40  # on a machine that has other things to do, where an answer takes 50 ms or more without any fault
 
 OPTIONS = (
     *("--block-size", "8", "--max-step-tokens", "16", "--num-blocks", "64", "--fault-hooks"),
@@ -132,6 +134,17 @@ async def reach(phase: Phase, decode: WorkerProcess, prefill: WorkerProcess, ans
                 return
 
 
+async def seconds_to_serve(router: Router, prompt: Request) -> float:
+    """How long an answer takes now, in good health."""
+    began = time.monotonic()
+    assert (await router.submit(prompt).end()).error is None
+    return time.monotonic() - began
+
+
+def serves_again(usual_seconds: float) -> asyncio.Timeout:
+    return asyncio.timeout(max(SERVES_AGAIN_SECONDS, TIMES_THE_USUAL * usual_seconds))
+
+
 async def test_a_prefill_worker_killed_at_any_phase_costs_a_request_only_time(
     pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -140,8 +153,10 @@ async def test_a_prefill_worker_killed_at_any_phase_costs_a_request_only_time(
         victims = await started(stack, checkpoint, tmp_path, "prefill", names)
         router = await stack.enter_async_context(pair.session())
         for (name, phase), victim in zip(PHASES.items(), victims, strict=True):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 prompt, decode = request(f"killed {name}"), pair.decode
+                before = replace(request(f"before {name}"), prefill=pair.prefill.target)
+                usual_seconds = await seconds_to_serve(router, before)
                 await faults(decode, phase.fault)
                 answer = router.submit(replace(prompt, prefill=victim.target))
                 await reach(phase, decode, victim, answer)
@@ -152,7 +167,7 @@ async def test_a_prefill_worker_killed_at_any_phase_costs_a_request_only_time(
                     await answer.until(lambda answer: answer.lost)
                     router.place(RequestKey(prompt.key.request_id, 2), pair.prefill.target)
                 assert (await answer.end()).error is None, name
-                async with asyncio.timeout(SERVES_AGAIN_SECONDS):
+                async with serves_again(usual_seconds):
                     again = replace(prompt, key=RequestKey(f"after {name}"), prefill=pair.prefill.target)
                     assert (await router.submit(again).end()).tokens == answer.tokens, name
                 await pair.free_again()
@@ -166,15 +181,17 @@ async def test_a_decode_worker_killed_at_any_phase_leaves_its_prefill_worker_ser
         victims = await started(stack, checkpoint, tmp_path, "decode", names)
         survivor = await stack.enter_async_context(pair.session())
         for (name, phase), victim in zip(PHASES.items(), victims, strict=True):
-            async with asyncio.timeout(30), open_session(victim.address) as router:
+            async with asyncio.timeout(60), open_session(victim.address) as router:
                 prompt, prefill = request(f"cut {name}"), pair.prefill
+                before = replace(request(f"uncut {name}"), prefill=prefill.target)
+                usual_seconds = await seconds_to_serve(survivor, before)
                 await faults(victim, phase.fault)
                 answer = router.submit(replace(prompt, prefill=prefill.target))
                 await reach(phase, victim, prefill, answer)
                 victim.process.kill()
                 await router.ended.wait()
                 assert answer.over == (name == "before the release"), "the router hears of the end, and of no answer"
-                async with asyncio.timeout(SERVES_AGAIN_SECONDS):
+                async with serves_again(usual_seconds):
                     again = await survivor.submit(replace(prompt, prefill=prefill.target)).end()
                     assert again.error is None, name
                 await pair.free_again()
