@@ -196,12 +196,13 @@ class Controller:
         reports = await asyncio.gather(*(described(adopted.addresses.service) for adopted in adopted_workers))
         for adopted, report in zip(adopted_workers, reports, strict=True):
             spec, seen = adopted.spec, observed_worker(adopted, report, self._clock.now())
-            worker = _Worker(seen, adopted.addresses, report=report)
-            self._workers[spec.worker_id] = worker
+            worker = self._workers[spec.worker_id] = _Worker(seen, adopted.addresses, report=report)
             known = self._history.get(spec.worker_id, History())
             self._history[spec.worker_id] = known.started(max(spec.generation, known.generation))
             life = self._watch(worker) if seen.phase is Phase.READY else self._live(worker, self._pools.resume(spec))
             worker.task = tasks.create_task(life)
+            if report is not None and report.draining:  # it refuses work for good, whoever asked it to drain
+                self._begin_drain(worker, "it drained under an earlier controller", tasks)
         self._adopted = True
         return True
 
@@ -251,8 +252,7 @@ class Controller:
             *(action.pool, action.index, action.generation, action.role, action.layout, Phase.STARTING, now),
             revision=action.revision,
         )
-        worker = _Worker(seen)
-        self._workers[action.worker_id] = worker
+        worker = self._workers[action.worker_id] = _Worker(seen)
         self._history[action.worker_id] = self._history.get(action.worker_id, History()).started(action.generation)
         spec = spec_of(action, self._config, self._canary, self._redis_url, self._host)
 

@@ -11,11 +11,11 @@ from cluster.controller import LEAVE_SECONDS, Controller
 from cluster.pools import Addresses, Adopted
 from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History, Phase
 from cluster.state import ControlState, configured
-from cluster.worker_client import WorkerClient
+from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock, ManualClock, SystemClock
 from headrace.config import ClusterConfig, PoolConfig
 from headrace.store import connect
-from headrace.values import Role
+from headrace.values import BlockCounts, Load, Role
 from tests.unit.cluster.played_pools import Pools
 from workers.spec import WorkerSpec
 
@@ -217,3 +217,25 @@ async def test_case_65_a_worker_that_loads_when_another_controller_comes_loads_o
             while controller._workers["decode-0"].seen.phase != Phase.READY:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert controller._workers["decode-0"].seen.generation == 3
+
+
+async def test_who_drained_under_an_earlier_controller_drains_on_and_is_counted_on_no_more(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as one that serves, for good: it took no request, and nobody ended it or started another."""
+
+    class Left(Pools):
+        async def adopt(self) -> list[Adopted]:
+            specs = (WorkerSpec(f"decode-{slot}", 1, Role.DECODE, "m") for slot in range(2))
+            return [Adopted(spec, Addresses(spec.worker_id, "")) for spec in specs]
+
+    async def said(address: str) -> WorkerReport:
+        drains = address == "decode-0"
+        return WorkerReport(address, 1, "decode", "m", BlockCounts(), Load(), drains, 0, 0, 0, 0)
+
+    pools = Left()
+    monkeypatch.setattr("cluster.controller.described", said)
+    monkeypatch.setattr("cluster.controller.WorkerClient", asked(pools, asyncio.Event()))
+    async with controlling(redis_url, pools):
+        await pools.until("has 600 s", "decode-2 starts")
+        assert pools.happened.count("has 600 s") == 1
