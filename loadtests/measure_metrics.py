@@ -17,7 +17,8 @@ from headrace.tracing import TraceContext
 from headrace.values import FinishReason, RequestKey, SamplingParams, SequenceOutput, Timeline, Usage
 from loadtests.report import Row
 from router import measures
-from router.flight import Flight, Job
+from router.flight import Flight
+from router.jobs import Job
 from router.spans import spans_of
 from router.text.detokenize import Characters, Pieces, TextStream
 from workers.meters import Meters

@@ -37,7 +37,7 @@ from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
 from router.edge.tls import CertificateGate, Certificates
 from router.edge.validate import JobMaker
-from router.flight import Job
+from router.jobs import Job
 from router.keyring import Keyring, load_keyring, read_keys
 from router.reports import reachable
 from router.spans import recorder

@@ -21,8 +21,9 @@ from router.decisions.revisions import Revisions
 from router.decisions.self_check import Checks
 from router.decisions.tenants import Tenancy
 from router.decisions.told import Told
-from router.flight import Flight, Job, TextStream
+from router.flight import Flight, TextStream
 from router.follow import Follow, Store
+from router.jobs import Job
 from router.mailbox import Pacer
 from router.placements import Placements
 from router.quota_leases import QuotaLeases, watch

@@ -34,16 +34,14 @@ from router.decisions.told import Told
 from router.decisions.view import View
 from router.decisions.views import Views
 from router.explanations import Explanation, Explanations, Recent
-from router.flight import Flight, Job, Piece, TextStream
+from router.flight import Flight, TextStream
+from router.jobs import Job, Piece
 from router.lanes import Lanes
 from router.mailbox import GivenUp, Mailbox, Pacer, PeerFailed
 from router.placer import Placer
 from router.sessions import Sessions
-from router.stages import RequestTimeline
 from router.tally import Tally
 from router.turns import Turns
-
-__all__ = ["Explanation", "Job", "Piece", "Recent", "RequestTimeline", "Requests"]
 
 log = logging.getLogger(__name__)
 

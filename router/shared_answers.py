@@ -22,7 +22,7 @@ from headrace.values import Timeline
 from router import measures
 from router.decisions.tenants import EVERYONE, Tenancy, Tenant
 from router.explanations import Explanation, Recent
-from router.flight import Job, Piece, Served
+from router.jobs import Job, Piece, Served
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from heapq import nlargest
 
 from headrace.reports import ClassCounts, RevisionCounts, RouterReport, bucket_of
 from router.decisions.tenants import NO_CLASS
-from router.flight import Flight, Job
+from router.flight import Flight
+from router.jobs import Job
 
 # Outcomes of what no number of workers would have served.
 _DENIED = frozenset({"QuotaExceeded", "InvalidRequest", "ContextLengthExceeded"})

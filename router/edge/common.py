@@ -18,8 +18,9 @@ from headrace.tracing import Sampler, TraceContext
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
+from router.explanations import Explanation, Recent
+from router.jobs import Job, Piece
 from router.keyring import Keyring
-from router.requests import Explanation, Job, Piece, Recent
 from router.text.budget import characters_of
 from router.text.served import Models, ServedModel
 

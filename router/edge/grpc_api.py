@@ -30,8 +30,7 @@ from router.edge.validate import (
     check_text,
     check_token_ids,
 )
-from router.flight import Served
-from router.requests import Job, Piece
+from router.jobs import Job, Piece, Served
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 DETAILS_KEY = "grpc-status-details-bin"

@@ -40,8 +40,7 @@ from router.edge.validate import (
     check_conversation,
     check_seconds,
 )
-from router.flight import Served
-from router.requests import Job, Piece
+from router.jobs import Job, Piece, Served
 from router.text.served import ServedModel
 
 MAX_CHOICES = 1024

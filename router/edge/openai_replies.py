@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.values import TokenLogprobs, Usage
-from router.requests import Piece, RequestTimeline
+from router.jobs import Piece
+from router.stages import RequestTimeline
 from router.text.vocabulary import Text
 
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from headrace.errors import ContextLengthExceeded, InvalidRequest
 from headrace.tracing import MAX_TRACEPARENT_CHARACTERS, TraceContext
 from headrace.values import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
 from router.decisions.tenants import EVERYONE, MAX_PRIORITY, Tenancy, Tenant
-from router.flight import Job, Served
+from router.jobs import Job, Served
 from router.text.served import ServedModel
 
 TIMEOUT_HEADER, CLASS_HEADER = "x-headrace-timeout", "x-headrace-class"  # gRPC: metadata; a call has its own deadline

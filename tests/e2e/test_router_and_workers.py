@@ -20,7 +20,7 @@ from router.core import Core, running_core
 from router.decisions.placement import Candidate
 from router.edge.common import Edge
 from router.edge.grpc_api import add_services, open_server
-from router.flight import Job, Piece
+from router.jobs import Job, Piece
 from router.text.vocabulary import Text
 from tests.e2e.routers import tiny_checkpoint
 from tests.tiny import make_checkpoint

@@ -15,10 +15,11 @@ from headrace.values import Timeline, TokenLogprobs, Usage
 from router.decisions.tenants import DEFAULT_TENANT, Tenancy
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
-from router.explanations import Recent
+from router.explanations import Explanation, Recent
 from router.flight import STATES
+from router.jobs import Job, Piece
 from router.keyring import Keyring
-from router.requests import Explanation, Job, Piece, RequestTimeline
+from router.stages import RequestTimeline
 from router.text.served import Models, ServedModel
 from router.text.vocabulary import Text
 

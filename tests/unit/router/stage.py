@@ -20,7 +20,7 @@ from router.decisions.index import Index
 from router.decisions.quotas import Quotas
 from router.decisions.revisions import Revisions
 from router.decisions.tenants import Tenancy
-from router.flight import Job, Piece
+from router.jobs import Job, Piece
 from router.mailbox import Pacer
 from router.requests import Requests
 from router.sessions import Sessions

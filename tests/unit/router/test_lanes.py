@@ -13,7 +13,7 @@ from headrace.reports import RevisionCounts
 from headrace.revisions import Split
 from headrace.values import FinishReason, Role, Timeline, Usage
 from router.decisions.revisions import Revisions
-from router.flight import Served
+from router.jobs import Served
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, begin, collect, ids, job, stage
 

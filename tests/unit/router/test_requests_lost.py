@@ -22,7 +22,7 @@ from headrace.values import (
 )
 from router.decisions.record import Decision
 from router.explanations import Failure
-from router.flight import Piece
+from router.jobs import Piece
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import LENGTH, begin, collect, ids, job, pair, promise, stage
 

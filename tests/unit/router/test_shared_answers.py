@@ -17,7 +17,7 @@ from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
 from router.decisions.revisions import Revisions
 from router.decisions.tenants import Tenancy, Tenant
-from router.flight import Job, Piece, Served
+from router.jobs import Job, Piece, Served
 from router.shared_answers import SharedAnswers
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import Stage, collect, job, stage

@@ -14,7 +14,7 @@ from headrace.errors import Overloaded
 from router.edge import connections, sse
 from router.edge.connections import HttpServer, http_config, listen
 from router.edge.openai import OpenAi
-from router.flight import Job, Piece
+from router.jobs import Job, Piece
 from router.text.vocabulary import Text
 from tests.unit.router.scripted import Scripted, make_edge
 

@@ -13,7 +13,7 @@ from headrace.errors import DeadlineExceeded, RequestCancelled
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.edge import common, grpc_api
 from router.edge.grpc_api import add_services, open_server
-from router.flight import Job, Piece
+from router.jobs import Job, Piece
 from router.text.vocabulary import Text
 from tests.unit.router.edge.edges import ANSWER, collected, serving
 from tests.unit.router.scripted import Scripted, make_edge
