@@ -194,8 +194,11 @@ class RayPools:
         asking, self._asking = self._asking, None
         try:
             leaving, groups = asking.result()
-        except RayError:
+        except (RayError, OSError):
             return {}
+        except Exception:
+            self._head_silent_since = None  # it answers, if nothing that is understood here: workers start nevertheless
+            raise
         self._head_silent_since = None
         nodes = {group_id: set(entry["bundles_to_node_id"].values()) for group_id, entry in groups.items()}
         found: dict[tuple[str, int], float] = {}

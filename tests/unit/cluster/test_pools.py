@@ -66,6 +66,19 @@ async def test_a_head_that_does_not_answer_holds_up_no_round(monkeypatch: pytest
     assert pools.head_silent_seconds == 0.0
 
 
+async def test_a_head_whose_answer_is_not_understood_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker would be started or replaced any more on a Ray that says it otherwise."""
+
+    def draining() -> dict[str, float]:
+        raise KeyError("bundles_to_node_id")
+
+    pools = RayPools("headrace-test", lambda pool: {"GPU": 1.0})
+    monkeypatch.setattr(pools, "_draining_nodes", draining)
+    with pytest.raises(KeyError):
+        await pools.notices()
+    assert pools.head_silent_seconds == 0.0
+
+
 class Rank:
     pass
 
