@@ -19,7 +19,7 @@ from headrace import metrics
 from headrace.config import EngineConfig
 from headrace.values import Role
 from tests.chaos.stage import until
-from tests.e2e.routers import CONTEXT, RunningRouter, running_router, tokenizer_digest
+from tests.e2e.routers import CONTEXT, START_SECONDS, RunningRouter, running_router, tokenizer_digest
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import COMPATIBILITY, HANDOFF, IDENTITY, Rig, a_worker
 from workers.scheduling.plan import StepPlan, StepResult
@@ -125,16 +125,16 @@ async def samples(http: httpx.AsyncClient, router: str) -> dict[tuple[str, str],
     }
 
 
-async def until_ready(http: httpx.AsyncClient, router: str, seconds: float = 30.0) -> None:
+async def until_ready(http: httpx.AsyncClient, router: str) -> None:
     """As a balancer waits for it: before, it refuses what it could serve a moment later."""
 
     async def ready() -> bool:
         return (await http.get(f"{router}/ready")).status_code == 200
 
-    await until(ready, seconds)
+    await until(ready, START_SECONDS)
 
 
-async def until_in_step(http: httpx.AsyncClient, router: str, workers: dict[str, Rig], seconds: float = 30.0) -> None:
+async def until_in_step(http: httpx.AsyncClient, router: str, workers: dict[str, Rig]) -> None:
     """The router has a session to every worker, and its mirror holds what they hold."""
 
     async def in_step() -> bool:
@@ -145,7 +145,7 @@ async def until_in_step(http: httpx.AsyncClient, router: str, workers: dict[str,
             found.get((metrics.INDEX_BLOCKS, w), 0.0) == n for w, n in held.items()
         )
 
-    await until(in_step, seconds)
+    await until(in_step, START_SECONDS)
 
 
 def shared_prefix_prompts(

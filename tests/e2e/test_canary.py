@@ -29,13 +29,13 @@ from headrace.store import Store, connect
 from headrace.values import Role
 from tests.chaos.stage import until
 from tests.e2e.many_routers import BLOCK, ENGINE, Paced, a_router, samples, until_ready
-from tests.e2e.routers import CONTEXT, tiny_checkpoint, tokenizer_digest
+from tests.e2e.routers import CONTEXT, START_SECONDS, tiny_checkpoint, tokenizer_digest
 from tests.unit.cluster.played_pools import Pools
 from tests.unit.workers.rig import COMPATIBILITY, HANDOFF, IDENTITY, a_worker
 from workers.identity import Identity
 from workers.spec import WorkerSpec
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 
 SLOWER = 8
 CANARY = CanaryConfig(
@@ -139,7 +139,7 @@ async def test_a_slow_canary_is_rolled_back_on_every_router_and_no_request_fails
             found = [await samples(http, url) for url in urls]
             return all(one[metrics.CANARY_PERCENT, ""] in wanted for one in found)
 
-        await until(lambda: shares(50.0), 20)
+        await until(lambda: shares(50.0), START_SECONDS)
         clients, redis = Clients(http, urls), CanaryState(store, CONFIG.name)
         asking = [asyncio.create_task(clients.run(seed)) for seed in range(8)]
 
@@ -147,14 +147,14 @@ async def test_a_slow_canary_is_rolled_back_on_every_router_and_no_request_fails
             state = (await redis.read()).state
             return state is not None and not state.phase.under_way
 
-        await until(over, 60)
-        await until(lambda: shares(0.0), 20)
+        await until(over, 200)  # so many requests, at whatever rate
+        await until(lambda: shares(0.0), START_SECONDS)
         running = clients.came.total()
 
         async def more() -> bool:
             return clients.came.total() >= running + 40
 
-        await until(more, 20)
+        await until(more, START_SECONDS)
         clients.stopped = True
         await asyncio.gather(*asking)
 

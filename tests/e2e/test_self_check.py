@@ -14,7 +14,7 @@ from headrace.store import connect
 from router.decisions.self_check import Outcome, Reason, Verdict, decode_result
 from tests.chaos.stage import until
 from tests.e2e.many_routers import BLOCK, a_pool, a_router, samples
-from tests.e2e.routers import tiny_checkpoint
+from tests.e2e.routers import START_SECONDS, tiny_checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -41,7 +41,7 @@ async def test_each_worker_is_proven_once_by_one_of_several_routers_and_a_false_
             passed = {"p0": 1.0, "p1": 0.0, "d0": 1.0}
             return all(one.get((metrics.SELF_CHECK_PASSED, w)) == v for one in found for w, v in passed.items())
 
-        await until(proven, 30)
+        await until(proven, START_SECONDS)
         total: Counter[str] = Counter()
         for one in found:
             total.update({label: int(value) for (name, label), value in one.items() if name == metrics.SELF_CHECKS})
