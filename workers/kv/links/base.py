@@ -5,7 +5,7 @@ it is disposable: after any error or timeout it is closed for good on both ends,
 only if the source's epoch word of every block is unchanged after the read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,6 +64,11 @@ class KvLink(Protocol):
         Raises StaleBlocks when an epoch had moved (the target blocks' content is then undefined; the link stays
         usable), LinkClosed when the link closed, timed out or failed (it is then closed for good).
         """
+        ...
+
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> Callable[[], PullReceipt]:
+        """A pull in two parts, of which the first waits for no bytes: pulls over other links may begin before the function
+        returned is called, on the same thread, which it must be. Both raise as pull does."""
         ...
 
     def rest(self) -> None:

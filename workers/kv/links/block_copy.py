@@ -2,7 +2,7 @@
 computes: one launch of few thread blocks, whatever the number of blocks and runs."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,11 +38,19 @@ class BlockCopy:
 
     def run(self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece) -> None:
         """Blocks the calling thread until it is done."""
+        self.begin(source, target, sources, targets, piece)()
+
+    def begin(
+        self, source: Slabs, target: Slabs, sources: Sequence[int], targets: Sequence[int], piece: Piece
+    ) -> Callable[[], None]:
+        """Nothing writes the target blocks, nor reads the source, once the function returned has, or this has raised."""
         try:
             self.number(sources, targets)
             self.start(source, target, slice(0, len(sources)), piece)
-        finally:  # nothing writes the target blocks, nor reads the source, once this has returned or raised
+        except BaseException:
             self.wait()
+            raise
+        return self.wait
 
     def number(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Which blocks the next copies are of, in one transfer for all of them. What was started must be over."""

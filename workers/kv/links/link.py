@@ -1,8 +1,9 @@
 """What all links are, whatever moves their bytes: formed by the first pull, one pull at a time, closed once for good."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from headrace.errors import HeadraceError, StaleBlocks
@@ -26,8 +27,9 @@ class Transport(Protocol):
         """Returns when the source has written all that its plan `step` writes. As transfer."""
         ...
 
-    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
-        """The bytes moved. As KvLink.pull; any other error closes the link."""
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece) -> Callable[[], int]:
+        """Starts what waits for nothing. The function returned is called next, by the same thread, and ends it: the bytes
+        moved. As KvLink.begin; any other error closes the link."""
         ...
 
     def release(self) -> None:
@@ -57,25 +59,46 @@ class Link:
             self._closing.close("nobody pulled for a while")
 
     def pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> PullReceipt:
-        try:
-            with self._turn:
-                return self._pull(blocks, piece, after_step)
-        finally:
-            if self._closing.closed:
-                self._release()
+        return self.begin(blocks, piece, after_step)()
 
-    def _pull(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int) -> PullReceipt:
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int = 0) -> Callable[[], PullReceipt]:
+        self._turn.acquire()
+        try:
+            with self._closed_by_failure():
+                began, rest = self._begin(blocks, piece, after_step)
+        except BaseException:
+            self._end_turn()
+            raise
+
+        def end() -> PullReceipt:
+            try:
+                with self._closed_by_failure():
+                    num_bytes = rest()
+            finally:
+                self._end_turn()
+            if self._closing.closed:
+                raise self._closing.error()
+            return PullReceipt(len(blocks), num_bytes, time.perf_counter() - began)
+
+        return end
+
+    def _begin(self, blocks: Sequence[BlockPull], piece: Piece, after_step: int) -> tuple[float, Callable[[], int]]:
         began = time.perf_counter()
         if self._closing.closed:
             raise self._closing.error()
+        if not self._formed:
+            self._formed = True
+            self._transport.form(self._closing)
+        if after_step:
+            self._transport.await_step(after_step)
+            began = time.perf_counter()
+        return began, self._transport.begin(blocks, piece)
+
+    @contextlib.contextmanager
+    def _closed_by_failure(self) -> Iterator[None]:
+        """Stale blocks are none."""
         try:
-            if not self._formed:
-                self._formed = True
-                self._transport.form(self._closing)
-            if after_step:
-                self._transport.await_step(after_step)
-                began = time.perf_counter()
-            num_bytes = self._transport.transfer(blocks, piece)
+            yield
         except StaleBlocks:
             raise
         except HeadraceError as error:
@@ -84,9 +107,11 @@ class Link:
         except Exception as error:
             self._closing.close(f"{type(error).__name__}: {error}")
             raise self._closing.error() from error
+
+    def _end_turn(self) -> None:
+        self._turn.release()
         if self._closing.closed:
-            raise self._closing.error()
-        return PullReceipt(len(blocks), num_bytes, time.perf_counter() - began)
+            self._release()
 
     def _release(self) -> None:
         """On whichever thread finds the link closed and the transport unused: the one that closes, or the one that

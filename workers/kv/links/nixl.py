@@ -176,7 +176,11 @@ class NixlTransport:
     def await_step(self, step: int) -> None:
         raise IncompatiblePeer(f"nixl awaits no steps, was asked for plan {step}", field="after_step")
 
-    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece) -> Callable[[], int]:
+        """One message at a time, each waited for: nothing of it is ahead."""
+        return partial(self._transfer, blocks, piece)
+
+    def _transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
         sources = [block.source for block in blocks]
         targets = [block.target for block in blocks]
         check_read(self._slab, self._num_blocks, piece, sources)

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -173,19 +173,24 @@ class NvlinkTransport:
                 raise self._closing.error()
             time.sleep(LOOK_SECONDS)
 
-    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece) -> Callable[[], int]:
         """What is done beside the kernel is done for all blocks at once: a third of the time of a short pull is here."""
         assert self.mapped is not None
         source = self.mapped
         sources, epochs, targets, _ = zip(*blocks, strict=True)
         check_read(source.slab, source.num_blocks, piece, sources)
         self._check_epochs(blocks, sources, epochs)
-        self._copying.run(Slabs(source.blocks.address, source.slab), self._own, sources, targets, piece)
-        if self._hook is not None:
-            for index in range(len(blocks)):
-                abandonable(partial(self._hook, index), self._closing)
-        self._check_epochs(blocks, sources, epochs)
-        return len(blocks) * piece.num_bytes(self._pool.slab)
+        wait = self._copying.begin(Slabs(source.blocks.address, source.slab), self._own, sources, targets, piece)
+
+        def end() -> int:
+            wait()
+            if self._hook is not None:
+                for index in range(len(blocks)):
+                    abandonable(partial(self._hook, index), self._closing)
+            self._check_epochs(blocks, sources, epochs)
+            return len(blocks) * piece.num_bytes(self._pool.slab)
+
+        return end
 
     def _check_epochs(self, blocks: Sequence[BlockPull], sources: tuple[int, ...], epochs: tuple[int, ...]) -> None:
         assert self.mapped is not None

@@ -132,12 +132,35 @@ class _Peer:
     ) -> PullReceipt:
         # Whoever still reads these blocks from here, as what they were, must find out before they change.
         self._pool.set_epochs((b.target, b.target_epoch) for b in blocks if b.target_epoch is not None)
-        num_bytes, seconds = 0, 0.0
+        if len({piece.source_rank for piece in pieces}) == len(pieces):
+            receipts = self._at_once(peer, pieces, blocks, after_step)
+            seconds = max(receipt.seconds for receipt in receipts)
+        else:  # a link carries out one pull at a time
+            receipts = [self._link(peer, piece.source_rank).pull(blocks, piece, after_step) for piece in pieces]
+            seconds = sum(receipt.seconds for receipt in receipts)
+        return PullReceipt(len(blocks), sum(receipt.num_bytes for receipt in receipts), seconds)
+
+    def _at_once(
+        self, peer: PeerRanks, pieces: tuple[Piece, ...], blocks: Sequence[BlockPull], after_step: int
+    ) -> list[PullReceipt]:
+        """From all ranks that have a piece; whatever fails, what has begun is over when this raises."""
+        ends: list[Callable[[], PullReceipt]] = []
+        failed: list[Exception] = []
+        receipts: list[PullReceipt] = []
         for piece in pieces:
-            receipt = self._link(peer, piece.source_rank).pull(blocks, piece, after_step)
-            num_bytes += receipt.num_bytes
-            seconds += receipt.seconds
-        return PullReceipt(len(blocks), num_bytes, seconds)
+            try:
+                ends.append(self._link(peer, piece.source_rank).begin(blocks, piece, after_step))
+            except Exception as error:
+                failed.append(error)
+                break
+        for end in ends:
+            try:
+                receipts.append(end())
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return receipts
 
     def _link(self, peer: PeerRanks, source_rank: int) -> KvLink:
         with self._lock:

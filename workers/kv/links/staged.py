@@ -215,9 +215,10 @@ class StagedTransport:
     def await_step(self, step: int) -> None:
         raise IncompatiblePeer(f"{self._scheme} awaits no steps, was asked for plan {step}", field="after_step")
 
-    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece) -> Callable[[], int]:
+        """The request, and the first messages awaited."""
         if not blocks:
-            return 0
+            return int
         sources, asked, targets, _ = zip(*blocks, strict=True)
         self._pair.send({"piece": _told(piece), "blocks": _packed(sources), "epochs": _packed(asked)})
         assert self._carrier is not None
@@ -233,25 +234,31 @@ class StagedTransport:
             carrier.finish(sent)
             carrier.write(part, content)
 
-        with contextlib.ExitStack() as settled:
-            settled.callback(carrier.settle)
+        def end() -> int:
+            with contextlib.ExitStack() as settled:
+                settled.callback(carrier.settle)
+                try:
+                    self._check_epochs(blocks)
+                except StaleBlocks:
+                    for *_, sent in coming:
+                        carrier.finish(sent)
+                    self._pair.next(self._seconds)  # the source's last word on a read that is none
+                    raise
+                for part in parts[depth:]:
+                    take()
+                    await_one(part)
+                while coming:
+                    take()
+            self._check_epochs(blocks)
+            return block_bytes * len(blocks)
+
+        with contextlib.ExitStack() as failed:
+            failed.callback(carrier.settle)
             carrier.begin(targets, piece)
             for part in parts[:depth]:
                 await_one(part)
-            try:
-                self._check_epochs(blocks)
-            except StaleBlocks:
-                for *_, sent in coming:
-                    carrier.finish(sent)
-                self._pair.next(self._seconds)  # the source's last word on a read that is none
-                raise
-            for part in parts[depth:]:
-                take()
-                await_one(part)
-            while coming:
-                take()
-        self._check_epochs(blocks)
-        return block_bytes * len(blocks)
+            failed.pop_all()
+        return end
 
     def _check_epochs(self, blocks: Sequence[BlockPull]) -> None:
         """Against what the source says next."""

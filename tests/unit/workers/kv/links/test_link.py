@@ -32,10 +32,13 @@ class Recorded:
     def await_step(self, step: int) -> None:
         self.calls.append(f"await {step}")
 
-    def transfer(self, blocks: Sequence[BlockPull], piece: Piece) -> int:
-        self.calls.append("transfer")
-        self._moving()
-        return 7
+    def begin(self, blocks: Sequence[BlockPull], piece: Piece) -> Callable[[], int]:
+        def end() -> int:
+            self.calls.append("transfer")
+            self._moving()
+            return 7
+
+        return end
 
     def release(self) -> None:
         self.calls.append("release")
@@ -125,3 +128,17 @@ def test_what_is_closed_while_it_moves_is_let_go_after_it_has_moved() -> None:
         go_on.set()
         assert isinstance(pulling.exception(), LinkClosed)
     assert transport.calls == ["form", "transfer", "release"]
+
+
+def test_a_pull_that_has_begun_holds_its_link_until_it_has_ended() -> None:
+    transport = Recorded()
+    link = Link(transport)
+    end = link.begin(BLOCKS, PIECE)
+    assert transport.calls == ["form"]
+    link.close()
+    assert transport.calls == ["form"], "it is still used"
+    with pytest.raises(LinkClosed, match="closed from this side"):
+        end()
+    assert transport.calls == ["form", "transfer", "release"]
+    with pytest.raises(LinkClosed):
+        link.begin(BLOCKS, PIECE)
