@@ -40,6 +40,7 @@ from router.decisions.view import Pool, View, WorkerView
 __all__ = ["Ask", "Candidate", "Decided", "NoCapacity", "Pair", "Placed", "Placement", "Why", "place"]
 
 BEST_FEW = 4
+SOME = 64  # of the workers, by whose prices the others are sifted
 SLACK_WEIGHT = 0.1
 NEAR_EQUAL_RATIO = 0.05
 NEAR_EQUAL_SECONDS = 1e-3
@@ -187,9 +188,10 @@ def _with_warmest(best: list[WorkerView], decodes: Pool, held: list[int]) -> lis
 def _best_few(pool: Pool, prices: list[float], few: int, tie: float) -> tuple[list[WorkerView], float]:
     """The best few, and what is left of the draw. Of more near-equals than that any may be among them: a row of
     neighbours from a place that is drawn."""
-    border = sorted(prices)[min(few, len(prices) - 1)] if prices else 0.0
-    order = sorted([at for at, price in enumerate(prices) if not price > border], key=prices.__getitem__)
-    if len(order) > few and border <= (limit := prices[order[0]] + NEAR_EQUAL_SECONDS):
+    some = sorted(prices[:SOME])  # the best few of all are no dearer than those of some: the rest need no sorting
+    bound = some[min(few, len(some) - 1)] if some else 0.0
+    order = sorted([at for at, price in enumerate(prices) if not price > bound], key=prices.__getitem__)
+    if len(order) > few and prices[order[few]] <= (limit := prices[order[0]] + NEAR_EQUAL_SECONDS):
         near = [at for at, price in enumerate(prices) if price <= limit]
         start, tie = _draw(tie, len(near))
         order = (near + near)[start : start + few]
