@@ -37,7 +37,7 @@ def test_the_chart_names_the_versions_that_are_inside() -> None:
 
 
 def test_what_is_installed_is_compiled_where_nothing_can_be_written_later() -> None:
-    """Without, Ray's own agents took three times the CPU to start, and Ray gives a head's 15 s."""
+    """Without, Ray's own processes took two to four times the CPU to start, and it gives a head's agent 15 s."""
     assert "PYTHONDONTWRITEBYTECODE=1" in DOCKERFILE
     assert "UV_COMPILE_BYTECODE=1" in DOCKERFILE
 
