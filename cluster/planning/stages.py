@@ -4,8 +4,9 @@
 
 Prefill  an M/G/c queue in front of all prefill workers together: placement knows what waits where.
 Decode   a worker with n sequences makes a token for each in τ(n) = a + s·n. Processor sharing with that speed has a
-         product form: n is negative binomial, its mean by Little's law, its variance n·τ/a. A request sees the average
-         over its own time, so the longer its answer, the less of that variance (an Ornstein-Uhlenbeck average).
+         product form: n is negative binomial, its mean by Little's law, its variance n·τ/τ(1). A request is in its own
+         steps, beside n others. It sees the average over its own time, so the longer its answer, the less of that
+         variance (an Ornstein-Uhlenbeck average).
 Unified  steps that hold a prompt stall those that decode: φ of the time is prefill, so a token takes τ / (1 − φ).
 """
 
@@ -169,13 +170,14 @@ def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> 
     per_worker = load.requests_per_second / num_workers if num_workers else math.inf
     held_tokens = given.context_tokens if given.context_tokens else load.mean(lambda x: x.input_tokens)
     slots = min(float(worker.max_num_seqs), worker.kv_tokens / max(held_tokens, 1.0))
-    base, slope = worker.cost.decode_base_seconds, given.sequence_seconds
+    slope = given.sequence_seconds
+    alone = worker.cost.decode_base_seconds + slope
     tokens_per_second = per_worker * given.tokens / max(1 - stalled, 1e-9)
     busy = tokens_per_second * slope  # what of a decode worker's time sequences alone take
     if busy >= FULL:
         return _short_of("decode", num_workers, busy * num_workers)
-    sequences = tokens_per_second * base / (1 - busy)
-    full_step = base + slope * slots
+    sequences = tokens_per_second * alone / (1 - busy)
+    full_step = alone + slope * (slots - 1)
     stay = given.tokens * full_step / max(1 - stalled, 1e-9)
     room = num_workers * slots
     if slots < 1 or load.requests_per_second * stay >= room:
@@ -186,17 +188,17 @@ def _decode(num_workers: int, worker: Worker, load: Load, *, stalled: float) -> 
             f"({worker.max_num_seqs} rows, {worker.kv_tokens:,.0f} tokens of KV)",
         )
     sequences = min(sequences, slots)
-    step = base + slope * sequences
+    step = alone + slope * sequences
     # Sequences that come and go: Poisson, spread by bursts, by unequal contexts, and by steps that grow with them.
-    spread = (1 + load.gap_scv) / 2 * (1 + given.sequence_scv) * step / base
+    spread = (1 + load.gap_scv) / 2 * (1 + given.sequence_scv) * step / alone
     # Rows run out when so many more than the mean are there at once.
-    over = normal_cdf((sequences * num_workers - room) / math.sqrt(max(sequences * num_workers * step / base, 1e-9)))
+    over = normal_cdf((sequences * num_workers - room) / math.sqrt(max(sequences * num_workers * step / alone, 1e-9)))
     slot_wait = Wait(over, stay / (room - load.requests_per_second * stay))
     return _Decoded(
         sequences=sequences,
         slots=slots,
         step_seconds=step / max(1 - stalled, 1e-9),
-        settle_seconds=given.tokens * step / max(1 - stalled, 1e-9) * step / base,
+        settle_seconds=given.tokens * step / max(1 - stalled, 1e-9) * step / alone,
         sequence_seconds=slope,
         variance=sequences / num_workers * spread,
         slot_wait=slot_wait,

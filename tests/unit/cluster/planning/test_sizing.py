@@ -51,16 +51,25 @@ def test_a_lone_request_takes_the_sum_of_its_terms() -> None:
     found = predict(Pools(1, 1), WORKER, WORKER, Load(1e-9, [Length(1000, 11)]), TARGET)
     assert not isinstance(found, Overload)
     assert found.ttft_mean_seconds == pytest.approx(0.01 + 1000 * 1e-4 + TOLD)
-    assert found.tpot_mean_seconds == pytest.approx(0.02)
+    assert found.tpot_mean_seconds == pytest.approx(0.021), "it is in its own steps"
 
 
 def test_decode_holds_what_little_says_and_its_steps_take_that_long() -> None:
-    """5 requests a second of 200 steps: n = 1000 · τ, τ = 0.02 + 0.0005 · n, so n = 40 and τ = 0.04."""
+    """5 requests a second of 200 steps: n = 1000 · τ, τ = 0.02 + 0.0005 · (n + 1), so n = 41 and τ = 0.041."""
     worker = replace(WORKER, max_num_seqs=64, cost=replace(COST, decode_sequence_seconds=5e-4))
     found = predict(Pools(1, 1), worker, worker, Load(5.0, [Length(100, 201)]), TARGET)
     assert not isinstance(found, Overload)
-    assert found.sequences == pytest.approx(40)
-    assert found.step_seconds == pytest.approx(0.04)
+    assert found.sequences == pytest.approx(41)
+    assert found.step_seconds == pytest.approx(0.041)
+
+
+def test_a_worker_whose_steps_cost_by_the_sequence_alone_is_not_free_for_the_only_one() -> None:
+    """As a fit may say of a CPU. Steps were of the others alone: no rows were ever taken, and a token took 0 s."""
+    worker = replace(WORKER, cost=replace(COST, decode_base_seconds=1e-6, decode_sequence_seconds=0.1))
+    found = predict(Pools(1, 1), worker, worker, Load(0.02, [Length(100, 201)]), replace(TARGET, tpot_seconds=0.5))
+    assert not isinstance(found, Overload)
+    assert found.tpot_mean_seconds == pytest.approx(0.1 / (1 - 0.02 * 200 * 0.1), rel=1e-2)
+    assert found.sequences == pytest.approx(0.02 * 200 * 0.1 / (1 - 0.02 * 200 * 0.1), rel=1e-2)
 
 
 @pytest.mark.parametrize("unified", [False, True])
