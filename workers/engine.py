@@ -217,7 +217,7 @@ class Engine:
             self.num_steps += 1
             self._busy_since = now
             if self.pacing is not None:
-                self.pacing.landed(result, flight.ended_at)
+                self.pacing.landed(result, flight.ended_at or now)  # 0: the rank's thread has yet to say it
             for chunk in events.chunks:  # first what others wait for
                 listener.on_chunk(chunk)
             if events.outputs:

@@ -319,7 +319,7 @@ async def test_sizes_and_roles_follow_the_load_within_the_budget(ray_address: st
         try:
             async with under(load, 24, 8, 30):
                 await until(cluster, lambda seen: roles(seen, "decode") >= 3)
-            async with under(load, 24, 200, 1):
+            async with under(load, 96, 200, 1):  # more than two workers answer within the target: three must prefill
                 await flipping(store)
                 first = await asyncio.to_thread(ray.get, actor(NAME).ping.remote())
                 ray.kill(actor(NAME), no_restart=False)
