@@ -19,7 +19,7 @@ from headrace.traces import TOKENS_PER_ID, TraceRow
 SAMPLE = 128  # lengths that stand for all
 PREFIXES = 8  # that made traffic shares
 HOURS = 24
-MOST_REDRAWN = 2
+MOST_REDRAWN = 1  # a run is seconds, and a plan is waited for
 STRETCH_SECONDS = 60.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 1e10  # of a trace whose timestamps are in the unit that they are read in
 

@@ -43,11 +43,11 @@ def test_of_several_runs_it_is_what_they_know_or_how_far_they_are_apart() -> Non
 
 
 def test_case_what_held_by_the_luck_of_one_draw_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example's six workers kept 95.1 % of one draw, said to be right to 0.6, and 86 and 89 % of the next two: the
-    plan was a worker short."""
+    """The example's six workers kept 95.1 % of one draw, said to be right to 0.6, and 86 % of the next: the plan was a
+    worker short."""
     found = made(simulate={"requests": 40}, serve="aggregated", api=None)
     option, target = found.chosen.option, found.asked.slo.target
-    kept = iter([0.951, 0.864, 0.890, 0.990])
+    kept = iter([0.951, 0.864, 0.990])
 
     def run(*given: Any) -> check._Run:
         return check._Run([], next(kept), 0.011, 0.2, 0.01, None)
@@ -57,8 +57,8 @@ def test_case_what_held_by_the_luck_of_one_draw_is_drawn_anew(monkeypatch: pytes
     more: dict[str, Any] = {"num_requests": 40, "max_context_tokens": 4096, "stay_seconds": 1.0}
     near = check.simulate(Pools(unified=6), *arguments, **more)
     clear = check.simulate(Pools(unified=7), *arguments, **more)
-    assert (near.num_draws, clear.num_draws) == (3, 1)
-    assert near.num_requests == 3 * clear.num_requests
+    assert (near.num_draws, clear.num_draws) == (2, 1)
+    assert near.num_requests == 2 * clear.num_requests
     of_a_trace = replace(found.traffic, redrawn=())
     kept = iter([0.951])
     assert check.simulate(Pools(unified=6), *arguments[:2], of_a_trace, *arguments[3:], **more).num_draws == 1
