@@ -15,11 +15,7 @@ from headrace.errors import (
     WorkerLost,
 )
 from headrace.v1 import worker_pb2
-from headrace.values import (
-    RequestKey,
-    Role,
-    Usage,
-)
+from headrace.values import Request, RequestKey, Role, Usage
 from router.decisions.record import Decision
 from router.explanations import Failure
 from router.jobs import Piece
@@ -114,15 +110,22 @@ async def test_without_another_prefill_worker_decode_prefills_alone() -> None:
         assert (await task)[-1].text == "a"
 
 
+async def asked_of(first: NullWorker, second: NullWorker) -> tuple[NullWorker, Request, NullWorker]:
+    """Which of the two got the request, the request, and the other one."""
+    submits = [asyncio.create_task(worker.submits.get()) for worker in (first, second)]
+    (done,), (waits,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
+    waits.cancel()
+    asked, other = (first, second) if done is submits[0] else (second, first)
+    return asked, done.result(), other
+
+
 async def test_a_worker_lost_before_the_first_token_is_invisible() -> None:
     first, second = NullWorker(worker_info("a")), NullWorker(worker_info("b"))
     async with first, second, stage(first, second) as on:
         task = asyncio.create_task(collect(on.requests.stream(job())))
-        submits = [asyncio.create_task(worker.submits.get()) for worker in (first, second)]
-        (done,), (waits,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
-        dying, living = (first, second) if done is submits[0] else (second, first)
+        dying, _, living = await asked_of(first, second)
         await dying.die()
-        request = await asyncio.wait_for(waits, 10)
+        request = await asyncio.wait_for(living.submits.get(), 10)
         assert request.key.attempt == 2
         living.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
         assert (await task)[-1].text == "a"
@@ -169,11 +172,9 @@ async def test_a_full_worker_sends_the_request_on_to_another() -> None:
     first, second = NullWorker(worker_info("a")), NullWorker(worker_info("b"))
     async with first, second, stage(first, second) as on:
         task = asyncio.create_task(collect(on.requests.stream(job())))
-        submits = [asyncio.create_task(worker.submits.get()) for worker in (first, second)]
-        (done,), (waits,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
-        full, other = (first, second) if done is submits[0] else (second, first)
-        full.reject(done.result().key, Overloaded("the backlog is full", limit=8))
-        request = await asyncio.wait_for(waits, 10)
+        full, refused, other = await asked_of(first, second)
+        full.reject(refused.key, Overloaded("the backlog is full", limit=8))
+        request = await asyncio.wait_for(other.submits.get(), 10)
         other.emit(request.key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
         await task
 

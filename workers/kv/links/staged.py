@@ -12,7 +12,7 @@ import contextlib
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any, NoReturn, Protocol
@@ -166,12 +166,10 @@ class StagedSource:
             while sending:
                 carrier.finish(sending.popleft())
 
-        with contextlib.ExitStack() as failed:
-            failed.callback(carrier.settle)
+        with settled_if_it_fails(carrier):
             carrier.begin(blocks, piece)
             for part in parts[:depth]:
                 send(part)
-            failed.pop_all()
         return rest
 
     def _epochs(self, blocks: Sequence[int]) -> list[int]:
@@ -252,12 +250,10 @@ class StagedTransport:
             self._check_epochs(blocks)
             return block_bytes * len(blocks)
 
-        with contextlib.ExitStack() as failed:
-            failed.callback(carrier.settle)
+        with settled_if_it_fails(carrier):
             carrier.begin(targets, piece)
             for part in parts[:depth]:
                 await_one(part)
-            failed.pop_all()
         return end
 
     def _check_epochs(self, blocks: Sequence[BlockPull]) -> None:
@@ -267,6 +263,16 @@ class StagedTransport:
     def release(self) -> None:
         """The pair closes with the link. Staging goes here: the link itself may be kept until somebody pulls again."""
         self._carrier = None
+
+
+@contextlib.contextmanager
+def settled_if_it_fails(carrier: Carrier) -> Iterator[None]:
+    """For the beginning of a read, whose end settles it otherwise."""
+    try:
+        yield
+    except BaseException:
+        carrier.settle()
+        raise
 
 
 def _fail(error: Exception) -> NoReturn:
