@@ -21,7 +21,7 @@ from cluster.worker_client import WorkerReport
 from headrace.clock import Clock
 from headrace.config import ClusterConfig
 from headrace.store import Store
-from headrace.values import WorkerInfo
+from headrace.values import Role, WorkerInfo
 
 FAILURES = 3  # in a row: whoever starts again after so many is not to be counted on
 DRY_RUN = "not carried out: autoscaling.mode is dry-run"
@@ -210,7 +210,17 @@ def member(seen: Seen, leased: Leased | None, now: float) -> Member:
         report.load.waiting_prefill_tokens if report is not None else 0,
         worker.leaves_at is not None,
         worker.phase is Phase.STARTING and seen.failures >= FAILURES,
+        *(decoding(report) if report is not None else (0, 0)),
     )
+
+
+def decoding(report: WorkerReport) -> tuple[int, int]:
+    """(sequences, their tokens). Who prefills by now, but did decode, has some of the requests that are its own."""
+    load = report.load
+    if Role(report.role).decodes:
+        return load.num_running, load.context_tokens
+    number = min(load.num_running, report.num_requests)
+    return number, round(load.context_tokens * number / load.num_running) if number else 0
 
 
 def speed(info: WorkerInfo) -> Worker:

@@ -39,7 +39,7 @@ class LinkReport:
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """A worker's own words. `unhealthy_reason` is empty while it makes progress. `routers`: those of which it has a request
-    that is not over."""
+    that is not over. `num_requests`: those that it decodes, or will; not what it only prefills."""
 
     worker_id: str
     generation: int
@@ -57,6 +57,7 @@ class WorkerReport:
     cost: CostModel = field(default_factory=CostModel)
     links: tuple[LinkReport, ...] = field(default=())
     routers: frozenset[str] = frozenset()
+    num_requests: int = 0
 
 
 class WorkerClient:
@@ -101,6 +102,7 @@ class WorkerClient:
             routers=frozenset(
                 key.request_id.rpartition(":")[0].removesuffix(":check") for key in (*pb.requests, *pb.tickets)
             ),
+            num_requests=len(pb.requests),
         )
 
     async def set_role(self, role: Role) -> None:

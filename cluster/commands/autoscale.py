@@ -157,7 +157,9 @@ def _one(one: Recorded, now: float) -> RenderableType:
         f"ahead    {forecast.peak:.3g}/s: now {forecast.level:.3g}, trend {forecast.trend:.3g}, season "
         + (f"{forecast.season:.3g} of {forecast.days} days" if forecast.days else "unknown yet"),
     ]
-    pools = Table("pool", "desired", "to be", "advised", "ready", "lent", "start", "no room", "leave", "KV", box=None)
+    pools = Table(
+        "pool", "desired", "to be", "advised", "ready", "lent", "start", "no room", "leave", "KV", "decode", box=None
+    )
     for name, seen in inputs.pools.items():
         pools.add_row(
             name,
@@ -170,6 +172,7 @@ def _one(one: Recorded, now: float) -> RenderableType:
             f"{seen.pending}" + (f" for {seen.pending_seconds:.0f} s" if seen.pending else ""),
             str(seen.leaving),
             f"{seen.kv_used:.0%}",
+            str(seen.decoding.sequences),
         )
     others = Table("instead", "GPUs", "would keep the targets", "why not", box=None)
     for other in decision.alternatives:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from cluster.scaling.in_flight import in_flight
 from cluster.scaling.moves import FLIP_SHARE, Plan, grow, is_blocked, shrink
 from cluster.scaling.needs import accounted, attainment, boosted, needs
 from cluster.scaling.values import (
@@ -40,7 +41,7 @@ def decide(inputs: Inputs) -> Decision:
     current = {name: seen.desired for name, seen in inputs.pools.items()}
     if not inputs.traffic.routers:
         return _without_reports(inputs, current)
-    found = needs(inputs)
+    found = replace(needs(inputs), in_flight=in_flight(inputs))
     past = _remember(inputs, found)
     plan = _plan(inputs, rules.pools, current, found, past)
     advised = plan.sizes
@@ -95,10 +96,10 @@ def _plan(
     standby = {Role.DECODE: inputs.rules.standby_workers}
     if not flips_alone:
         _within_budget(plan, found)
-    grow(plan, found, lambda role: lately(role) - standby.get(role, 0))
+    grow(plan, found, lambda role: max(lately(role) - standby.get(role, 0), found.running(role)))
     if not (plan.steps or flips_alone) and inputs.trusted and not inputs.traffic.unheard:
         if found.workers:
-            shrink(plan, _most(inputs, past, hold), _most(inputs, past, hold, with_margin=True))
+            shrink(plan, found, _most(inputs, past, hold), _most(inputs, past, hold, with_margin=True))
         else:
             _to_zero(plan)
     return plan
@@ -333,6 +334,8 @@ def _why_not(inputs: Inputs, other: Plan, found: Needs, plan: Plan) -> str:
     for role in ROLES:
         if other.supply(role) < found.of(role) - 1e-6:
             return f"{role.value}: {found.of(role):.1f} needed, {other.supply(role):.1f} there"
+        if other.supply(role) < found.running(role) - 1e-6:
+            return f"{role.value}: {found.in_flight[role.value].reason}, {other.supply(role):.1f} there"
     if other.gpus > plan.gpus:
         return f"{other.gpus - plan.gpus} GPUs more than needed"
     return "enough now, but not for as long as it must have been" if other.gpus < plan.gpus else "no gain"

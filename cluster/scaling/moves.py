@@ -1,8 +1,9 @@
 """From what there is to what is needed, in the fewest and cheapest steps: flips of roles first, then replicas.
 
 A flip keeps the GPUs and takes seconds: it is done where the other role can spare the worker for what it needed at most in
-the last FLIP_SHARE of the hold. A new worker must fit its pool's bounds, and the budget together with all that still hold
-GPUs, those that leave too. A worker is taken away when those that remain would have sufficed at every time of the hold.
+the last FLIP_SHARE of the hold, and for what decodes there now. A new worker must fit its pool's bounds, and the budget
+together with all that still hold GPUs, those that leave too. A worker is taken away when those that remain would have
+sufficed at every time of the hold, and suffice for as many sequences as decode now (`in_flight`).
 """
 
 import math
@@ -201,7 +202,7 @@ def _note_short(plan: Plan, role: Role, found: Needs) -> None:
     plan.notes.append(f"{role.value}: {needed:.1f} workers are needed and {supply:.1f} are to be had: {'; '.join(why)}")
 
 
-def shrink(plan: Plan, most: Callable[[Role], float], with_margin: Callable[[Role], float]) -> None:
+def shrink(plan: Plan, found: Needs, most: Callable[[Role], float], with_margin: Callable[[Role], float]) -> None:
     """Takes away what was not needed at any time of the hold. `most(role)`: the most that was, or would have been if a
     little more had come."""
     for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED):
@@ -213,7 +214,7 @@ def shrink(plan: Plan, most: Callable[[Role], float], with_margin: Callable[[Rol
             ),
         )
         for name in names:
-            _shrink_pool(plan, name, role, most(role), with_margin(role))
+            _shrink_pool(plan, name, role, most(role), with_margin(role), found)
 
 
 def _serves(plan: Plan, name: str, role: Role) -> bool:
@@ -221,16 +222,25 @@ def _serves(plan: Plan, name: str, role: Role) -> bool:
     return own is role or (own.other is role and plan.sizes[name].lent > 0)
 
 
-def _shrink_pool(plan: Plan, name: str, role: Role, needed: float, with_margin: float) -> None:
+def _shrink_pool(plan: Plan, name: str, role: Role, needed: float, with_margin: float, found: Needs) -> None:
     size, rules, seen = plan.sizes[name], plan.bounds[name], plan.inputs.pools[name]
     if seen.starting or seen.pending:
         return
     lent = rules.role is not role
     # One that leaves by itself (a spot notice), or fails, is not to spare twice.
-    spare = min(plan.supply(role), plan.serving(role)) - _must_keep(plan, name, needed, with_margin)
-    number = int(max(spare / weight(plan.inputs, name, role) + EPSILON, 0.0))
-    number = min(number, size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
-    if number <= 0:
+    there, must = min(plan.supply(role), plan.serving(role)), _must_keep(plan, name, needed, with_margin)
+    most = min(size.replicas - rules.least, size.lent if lent else size.replicas - size.lent)
+
+    def number_beyond(kept: float) -> int:
+        return max(min(int(max((there - kept) / weight(plan.inputs, name, role) + EPSILON, 0.0)), most), 0)
+
+    number = number_beyond(max(must, found.running(role)))
+    if number < number_beyond(must):
+        plan.notes.append(
+            f"{name}: {number_beyond(must)} fewer would do for what comes, {number} for what runs: "
+            f"{found.in_flight[role.value].reason}"
+        )
+    if not number:
         return
     plan.sizes[name] = Size(size.replicas - number, size.lent - number if lent else size.lent)
     plan.steps.append(f"{name}: {number} fewer, {size.replicas - number} in all")

@@ -54,7 +54,7 @@ def weight(inputs: Inputs, pool: str, role: Role) -> float:
     length = mean_length(inputs)
     ours, theirs = inputs.pools[pool].worker, inputs.pools[name].worker
     if role is Role.PREFILL:
-        return _prefill_seconds(theirs, length) / _prefill_seconds(ours, length)
+        return prefill_seconds(theirs, length) / prefill_seconds(ours, length)
     return _tokens_per_second(ours, length) / _tokens_per_second(theirs, length)
 
 
@@ -152,8 +152,8 @@ def _with_what_is(inputs: Inputs, role: Role, name: str, ahead: float) -> tuple[
     if role is not Role.DECODE:
         waiting = sum(pool.waiting_tokens for pool in inputs.pools.values())
         tokens = traffic.queued_tokens * (1 - traffic.hit_rate) + waiting
-        seconds = tokens * _prefill_seconds(worker, length) / length.computed_tokens
-        serving = traffic.per_second * _prefill_seconds(worker, length)
+        seconds = tokens * prefill_seconds(worker, length) / length.computed_tokens
+        serving = traffic.per_second * prefill_seconds(worker, length)
         if seconds > inputs.rules.target.ttft_seconds * max(_ready(inputs, role), 1):
             backlog = serving + seconds / CATCH_UP_SECONDS
             if backlog > most:
@@ -312,7 +312,7 @@ def _stepped(value: float) -> float:
     return RATE_STEP ** math.ceil(math.log(value, RATE_STEP) - 1e-6) if value > 0 else 0.0
 
 
-def _prefill_seconds(worker: Worker, length: Length) -> float:
+def prefill_seconds(worker: Worker, length: Length) -> float:
     return max(worker.cost.prefill_seconds(round(length.computed_tokens), round(length.cached_tokens)), 1e-9)
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from cluster.planning.load import Worker
 from cluster.reconcile import Desired, DesiredPool, Phase
-from cluster.scaling.values import PoolRules, PoolSeen, Rules, Size
+from cluster.scaling.values import Decoding, PoolRules, PoolSeen, Rules, Size
 from headrace.costmodel import CostModel
 from headrace.values import ParallelLayout, Role
 
@@ -22,7 +22,8 @@ LINES = (
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker, by its controller's table, its lease and its own words. `speed` None: it holds no lease. `evicted`: its
-    node is about to go; `failing`: it starts, after it failed to several times."""
+    node is about to go; `failing`: it starts, after it failed to several times. `num_sequences` decode, in so many of its
+    tokens, also where it leaves, or prefills by now."""
 
     pool: str
     role: Role
@@ -35,6 +36,8 @@ class Member:
     waiting_tokens: int = 0
     evicted: bool = False
     failing: bool = False
+    num_sequences: int = 0
+    context_tokens: int = 0
 
 
 def observe(
@@ -82,6 +85,17 @@ def _seen(rules: PoolRules, desired: DesiredPool | None, members: Sequence[Membe
         waiting_tokens=sum(member.waiting_tokens for member in ready),
         evicted=sum(member.evicted for member in members),
         failing=sum(member.failing and not member.pending for member in starting),
+        decoding=_decoding(members),
+    )
+
+
+def _decoding(members: Sequence[Member]) -> Decoding:
+    its = [one for one in members if one.phase in (Phase.READY, Phase.DRAINING) and one.num_sequences]
+    # Of who prefills by now, all but its sequences' tokens are prompts'.
+    kv = [one.used_blocks / one.num_blocks for one in its if one.role.decodes and one.num_blocks]
+    kv += [one.context_tokens / one.speed.kv_tokens for one in its if not one.role.decodes and one.speed is not None]
+    return Decoding(
+        sum(one.num_sequences for one in its), sum(one.context_tokens for one in its), float(f"{sum(kv):.4g}")
     )
 
 

@@ -77,6 +77,16 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """What decodes on a pool's workers, those that leave and those that are lent among them: sequences, their tokens, and
+    the KV that they hold, in that of so many workers."""
+
+    sequences: int = 0
+    context_tokens: int = 0
+    kv_workers: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSeen:
     """A pool as it is. `staying` workers start or serve, `leaving` ones drain and hold their GPUs meanwhile; of those that
     stay `pending` have no room yet, the longest for `pending_seconds`, `failing` start again after they failed to several
@@ -99,6 +109,7 @@ class PoolSeen:
     decode_known: bool = True
     evicted: int = 0
     failing: int = 0
+    decoding: Decoding = field(default_factory=Decoding)
 
     @property
     def staying(self) -> int:
@@ -153,17 +164,30 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """Workers that what decodes now would need if as much came again, in those of the role's first pool."""
+
+    workers: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """Workers of each role, in those of its first pool; fractions, where pools differ. `with_margin`: if a little more
-    came. `unreachable`: why no size meets the targets; then sizes are such that nothing piles up."""
+    came. `in_flight`: below which none is taken away or lent. `unreachable`: why no size meets the targets; then sizes are
+    such that nothing piles up."""
 
     workers: Mapping[str, float] = field(default_factory=dict)
     with_margin: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     unreachable: str = ""
+    in_flight: Mapping[str, InFlight] = field(default_factory=dict)
 
     def of(self, role: Role) -> float:
         return self.workers.get(role.value, 0.0)
+
+    def running(self, role: Role) -> float:
+        return self.in_flight[role.value].workers if role.value in self.in_flight else 0.0
 
 
 @dataclass(frozen=True, slots=True)

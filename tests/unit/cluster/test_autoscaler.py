@@ -261,6 +261,18 @@ async def test_whose_requests_workers_have_is_by_their_own_words() -> None:
     assert at_work([busy, replace(busy, report=None)]) is None, "one that serves says nothing"
 
 
+async def test_what_decodes_is_by_workers_own_words_also_where_one_prefills_by_now() -> None:
+    """Of a worker that was lent: two requests are its own, and four prompts are others'."""
+    numbers = []
+    for role in (Role.DECODE, Role.PREFILL):
+        worker = Described("decode-0", role, its_load=Load(num_running=6, context_tokens=6000), requests=("r:a", "r:b"))
+        async with described(worker) as record, WorkerClient(record.address) as client:
+            seen = ObservedWorker("decode", 0, 1, role, ParallelLayout(), Phase.READY, 0.0)
+            its = member(Seen(seen, await client.describe()), None, 0.0)
+            numbers.append((its.num_sequences, its.context_tokens))
+    assert numbers == [(6, 6000), (2, 2000)]
+
+
 def test_a_worker_that_its_host_told_to_drain_leaves_though_nobody_here_asked_for_it(stage: Stage) -> None:
     """A spot notice reaches it as a drain: its GPUs are held until it is gone, and it serves nothing any more."""
     (seen, *_) = stage.seen()
