@@ -249,6 +249,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         except TimeoutError:
             log.warning("%s was silent for %g s: its stream is closed", stream.peer.worker_id, self._silent_seconds)
         finally:
+            # Here too: a frozen peer reads nothing, so what is being sent to it may never be over.
+            self._source.close(stream)
             stream.outbox.put_nowait(None)
 
     def _hear(

@@ -63,7 +63,7 @@ class PeerLink:
         self.num_bytes = 0
         self.kind = self.reason = ""
         self.awaits_steps = False
-        self.alive = True
+        self._ended: HeadraceError | None = None
         self.reading = asyncio.Semaphore(2)
         self._hello = hello
         self._executor = executor
@@ -72,9 +72,16 @@ class PeerLink:
         self._outbox: asyncio.Queue[transfer_pb2.PullerMessage] = asyncio.Queue()
         self._heard = asyncio.Event()
 
+    def check(self) -> None:
+        """Raises what ended the stream, if something has: for who found it open, and waited for something else since."""
+        if self._ended is not None:
+            raise self._ended
+
     @contextmanager
     def conversation(self, key: RequestKey) -> Iterator[Conversation]:
-        """Ends with Release, or with Abort when it is left by an exception: either unpins at the source."""
+        """Ends with Release, or with Abort when it is left by an exception: either unpins at the source. Of a stream that
+        has ended there is none: nobody would tell it so."""
+        self.check()
         talk = Conversation(self, key)
         self._conversations[key] = talk
         try:
@@ -175,7 +182,7 @@ class PeerLink:
 
     def fail(self, error: HeadraceError) -> None:
         """Everyone on this stream hears it; the first reason is the one that counts."""
-        self.alive = False
+        self._ended = self._ended or error
         if not self.opened.done():
             self.opened.set_exception(error)
             self.opened.exception()

@@ -168,12 +168,12 @@ class Puller:
         targets = await self._allocate(key, len(todo.blocks))
         async with link.reading:
             await self._reads.meet_faults(todo.first_block, len(todo.blocks))
+            link.check()
             try:
                 receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
             except LinkClosed:
                 # Another request's trouble closes the link that both read over; the peer may be well.
-                if not link.alive:
-                    raise
+                link.check()
                 receipt = await self._reads.read(ranks, todo.blocks, targets, todo.after_step)
         landed_at = self._engine.clock.now()
         if todo.digests:

@@ -44,7 +44,11 @@ class Reads:
         ]
         quarantine = incoming.begin_pull(targets)
         seconds = self._transfer_seconds + (self._step_seconds if after_step else 0.0)
-        reading = asyncio.wrap_future(executor.pull(ranks, pulls, after_step))
+        try:
+            reading = asyncio.wrap_future(executor.pull(ranks, pulls, after_step))
+        except BaseException:  # it has not begun, so nothing says that it is over
+            incoming.end_pull(quarantine)
+            raise
         late = asyncio.get_running_loop().call_later(seconds, executor.close_links, ranks.key)
 
         def over(reading: asyncio.Future[PullReceipt]) -> None:

@@ -65,7 +65,7 @@ class MemoryExecutor:
         self._stepped = threading.Condition()
         self._num_done = 0
         self._closed = False
-        self._cut: dict[tuple[str, int], threading.Event] = {}
+        self.peers: dict[tuple[str, int], threading.Event] = {}
         self._stepping = ThreadPoolExecutor(1)
         self._pulling = ThreadPoolExecutor(2)
         _open[self.endpoints[0]] = self
@@ -124,7 +124,7 @@ class MemoryExecutor:
         return int.from_bytes(blake2b(content.tobytes() + seed, digest_size=4).digest(), "little") % VOCAB
 
     def pull(self, peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
-        cut = self._cut.setdefault(peer.key, threading.Event())
+        cut = self.peers.setdefault(peer.key, threading.Event())
         self.asked_ahead += after_step > 0
         return self._pulling.submit(self._pull, peer, tuple(blocks), cut, after_step)
 
@@ -152,7 +152,7 @@ class MemoryExecutor:
                     raise LinkClosed(f"plan {step} was never done")
 
     def close_links(self, peer: tuple[str, int]) -> None:
-        if (cut := self._cut.pop(peer, None)) is not None:
+        if (cut := self.peers.pop(peer, None)) is not None:
             cut.set()
 
     def profile(self, num_steps: int) -> Future[tuple[RankProfile, ...]]:

@@ -6,23 +6,21 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
-from headrace import wire
 from headrace.clock import ManualClock
 from headrace.errors import (
     DeadlineExceeded,
     IncompatiblePeer,
+    InternalError,
     LinkClosed,
     StaleBlocks,
     TransferFailed,
 )
-from headrace.v1 import control_pb2, transfer_pb2, transfer_pb2_grpc
-from headrace.values import PrefillTarget, RequestKey, Role, Ticket
+from headrace.v1 import control_pb2
+from headrace.values import RequestKey, Role
 from tests.session import Answer
 from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle, said
-from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
     BLOCK_SIZE,
     ENGINE,
@@ -33,7 +31,6 @@ from tests.unit.workers.rig import (
     a_worker,
     answer_alone,
 )
-from workers.handoff import messages
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 
 Fault = control_pb2.Fault
@@ -154,28 +151,21 @@ async def test_a_place_for_what_is_over_is_refused() -> None:
         assert isinstance((await answer.end()).error, TransferFailed)
 
 
-async def test_case_08_a_dead_prefill_worker_is_noticed_at_once() -> None:
-    async with a_worker("d0") as decode, decode.router() as router:
-        async with a_worker("p0") as prefill:
-            prefill.executor.go_steps.clear()
-            answer = router.submit(a_request(length=20, prefill=prefill.target))
-            while not prefill.worker.num_requests:
-                await prefill.worker.changed()
-        await answer_to_peer_lost(router, answer, None)
-        assert answer.lost[0].error.type == TransferFailed.__name__
-        assert said(await answer.end())[0] == said(await answer_alone(a_request(length=20)))[0]  # type: ignore[index]
-        assert decode.counts.quarantined == 0
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+async def test_a_read_that_cannot_even_begin_keeps_no_block(side: str) -> None:
+    """There is no thread left for it, say."""
 
+    def pull(peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+        raise RuntimeError("can't start new thread")
 
-async def test_case_12_a_decode_worker_stays_well_without_prefill_workers() -> None:
-    nobody = PrefillTarget("p9", 1, "127.0.0.1:1")
-    async with a_worker("d0") as decode, decode.router() as router:
-        answer = router.submit(a_request(length=20, prefill=nobody))
-        await answer.until(lambda answer: answer.lost)
-        described = await decode.control.Describe(control_pb2.DescribeRequest())
-        assert described.unhealthy_reason == ""
-        await answer_to_peer_lost(router, answer, None)
-        assert (await answer.end()).error is None
+    async with a_pair() as (prefill, decode), decode.router() as router:
+        await router.submit(a_request("first", length=21)).end()
+        failing = decode if side == "decode" else prefill
+        failing.executor.pull = pull  # type: ignore[method-assign]
+        asked = replace(a_request(length=41, prefill=prefill.target), offer_held=True)
+        answer = await router.submit(asked).end()
+        assert isinstance(answer.error, InternalError) == (side == "decode")
+        await both_idle(prefill, decode)
 
 
 async def test_case_14_waiting_in_the_peers_queue_is_not_peer_death() -> None:
@@ -314,23 +304,3 @@ async def test_case_52_requests_parked_on_a_dead_prefill_worker_hold_up_nobody()
             assert isinstance((await answer.end()).error, DeadlineExceeded)
         prefill.executor.go_steps.set()
         await both_idle(prefill, decode)
-
-
-async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:
-    """It is frozen, or its host is gone: its connection stands. What is not computed yet has no pin that would end."""
-    executor = MemoryExecutor()
-    executor.go_steps.clear()
-    handoff = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
-    async with a_worker("p0", role=Role.PREFILL, executor=executor, handoff=handoff) as rig:
-        call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
-        hello = replace(rig.worker._hello, worker_id="d0")
-        await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
-        ticket = Ticket(a_request(length=20), 0, "r0")
-        await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
-        while not rig.worker.num_requests:
-            await rig.worker.changed()
-        async with asyncio.timeout(10):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-            executor.go_steps.set()
-            await rig.idle()

@@ -1,0 +1,133 @@
+"""Streams between workers that end, or whose other end falls silent."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from headrace import wire
+from headrace.errors import HeadraceError, TransferFailed
+from headrace.v1 import control_pb2, transfer_pb2, transfer_pb2_grpc
+from headrace.values import PrefillTarget, RequestKey, Role, Ticket
+from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle, said
+from tests.unit.workers.memory import MemoryExecutor
+from tests.unit.workers.rig import HANDOFF, a_request, a_worker, answer_alone
+from workers.handoff import messages
+from workers.streams import RouterStream
+
+Fault = control_pb2.Fault
+
+
+async def test_case_08_a_dead_prefill_worker_is_noticed_at_once() -> None:
+    async with a_worker("d0") as decode, decode.router() as router:
+        async with a_worker("p0") as prefill:
+            prefill.executor.go_steps.clear()
+            answer = router.submit(a_request(length=20, prefill=prefill.target))
+            while not prefill.worker.num_requests:
+                await prefill.worker.changed()
+        await answer_to_peer_lost(router, answer, None)
+        assert answer.lost[0].error.type == TransferFailed.__name__
+        assert said(await answer.end())[0] == said(await answer_alone(a_request(length=20)))[0]  # type: ignore[index]
+        assert decode.counts.quarantined == 0
+
+
+async def test_case_12_a_decode_worker_stays_well_without_prefill_workers() -> None:
+    nobody = PrefillTarget("p9", 1, "127.0.0.1:1")
+    async with a_worker("d0") as decode, decode.router() as router:
+        answer = router.submit(a_request(length=20, prefill=nobody))
+        await answer.until(lambda answer: answer.lost)
+        described = await decode.control.Describe(control_pb2.DescribeRequest())
+        assert described.unhealthy_reason == ""
+        await answer_to_peer_lost(router, answer, None)
+        assert (await answer.end()).error is None
+
+
+class Bereft(RouterStream):
+    """A session that hears of a lost peer."""
+
+    def __init__(self) -> None:
+        super().__init__("r1")
+        self.lost = asyncio.Event()
+
+    def send_peer_lost(self, key: RequestKey, target: PrefillTarget, error: HeadraceError) -> None:
+        self.lost.set()
+
+
+async def test_case_08_a_request_that_comes_in_the_moment_in_which_its_peers_stream_ends_hears_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All others have been told by then, and the stream is still the one that is found: nobody would have told it, and its
+    room would have stayed promised."""
+    async with a_worker("d0") as decode, decode.router() as router:
+        intake, session = decode.worker._intake, Bereft()
+        async with a_worker("p0") as prefill:
+            await router.submit(a_request("first", prefill=prefill.target)).end()
+            late = a_request("late", length=20, seed=2, prefill=prefill.target)
+            (link,) = decode.worker.peers
+            fail = link.fail
+
+            def fails(error: HeadraceError) -> None:
+                fail(error)
+                if not intake.keys():
+                    intake.submit(session, late)
+
+            monkeypatch.setattr(link, "fail", fails)
+        async with asyncio.timeout(10):
+            await session.lost.wait()
+        intake.cancel(session, late.key)
+        await both_idle(decode)
+
+
+async def test_what_was_announced_by_a_peer_whose_stream_has_ended_is_not_asked_of_it() -> None:
+    """A link to it would be formed, which nobody closes."""
+    async with a_worker("d0") as decode, decode.router() as router:
+        async with a_worker("p0") as prefill:
+            await decode.faults(Fault(point="pull", action="pause", times=1))
+            answer = router.submit(a_request(length=20, prefill=prefill.target))
+            while decode.counts.active < 2:
+                await decode.worker.changed()
+            (link,) = decode.worker.peers
+        while link in decode.worker.peers:
+            await router.ping()
+        await decode.faults()
+        await answer_to_peer_lost(router, answer, None)
+        assert (await answer.end()).error is None
+        assert not decode.executor.peers
+        await both_idle(decode)
+
+
+async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:
+    """It is frozen, or its host is gone: its connection stands. What is not computed yet has no pin that would end."""
+    executor = MemoryExecutor()
+    executor.go_steps.clear()
+    handoff = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
+    async with a_worker("p0", role=Role.PREFILL, executor=executor, handoff=handoff) as rig:
+        call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
+        hello = replace(rig.worker._hello, worker_id="d0")
+        await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
+        ticket = Ticket(a_request(length=20), 0, "r0")
+        await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
+        while not rig.worker.num_requests:
+            await rig.worker.changed()
+        async with asyncio.timeout(10):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            executor.go_steps.set()
+            await rig.idle()
+
+
+async def test_a_puller_that_falls_silent_while_it_is_told_something_holds_no_pin() -> None:
+    """It reads nothing either: what is being sent to it is never over."""
+    handoff = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
+    async with a_worker("p0", role=Role.PREFILL, handoff=handoff) as rig:
+        await rig.faults(Fault(point="announce", action="pause"))
+        call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
+        hello = replace(rig.worker._hello, worker_id="d0")
+        await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
+        ticket = Ticket(a_request(length=20), 0, "r0")
+        await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
+        while not rig.counts.pinned:
+            await rig.worker.changed()
+        async with asyncio.timeout(10):
+            await rig.idle()
