@@ -106,7 +106,7 @@ class NcclPair:
         def form() -> Any:
             torch.cuda.set_device(device)  # of this thread
             with _forming, _as_we_need():
-                options = dist.ProcessGroupNCCL.Options()
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the copies' own is
                 options._timeout = FOR_EVER
                 if thread_blocks is not None:
                     options.config.min_ctas = options.config.max_ctas = thread_blocks

@@ -105,16 +105,22 @@ class StagedSource:
         self._hook = hook
 
     def answer(self, pair: Pair, first: Message) -> None:
-        """Requests begin on the thread that reads them: another one would be woken at the cost of a third of a message."""
+        """Requests begin on the thread that reads them: another one would be woken at the cost of a third of a message.
+        A peer that has several open, which ours never has, is answered in their order."""
         terms = Terms.of(self._pool)
         pair.send({"cut": self._cut.told, **asdict(terms)})
         terms.check(first)
         self._cut.check(first)
-        carrier = self._make(pair, SOURCE)
-        turn = threading.Lock()  # whoever holds it, from a request's begin to its end, may use the carrier
+        carrier: Carrier | None = None
+        counting, num_open = threading.Lock(), 0  # requests that have come and are not over
 
         def begun(request: Message) -> Taken:
-            if self._hook is not None or not turn.acquire(blocking=False):
+            nonlocal num_open
+            with counting:
+                num_open += 1
+                alone = num_open == 1
+            # While one is open the carrier is the serving thread's, which begins the others behind it, in their order.
+            if not alone or carrier is None or self._hook is not None:
                 return request
             try:
                 rest = self._begin(pair, carrier, request)
@@ -125,14 +131,13 @@ class StagedSource:
             return rest
 
         pair.take_with(begun)
+        carrier = self._make(pair, SOURCE)
         try:
             while True:
                 taken = pair.take(None)
-                if isinstance(taken, dict):  # it came before anyone took, or too soon
-                    turn.acquire()
-                    taken = self._begin(pair, carrier, taken)
-                taken()
-                turn.release()
+                (self._begin(pair, carrier, taken) if isinstance(taken, dict) else taken)()
+                with counting:
+                    num_open -= 1
         finally:
             carrier.settle()
 

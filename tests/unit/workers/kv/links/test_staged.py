@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from workers.kv.links.group import Work
 from workers.kv.links.link import Link
 from workers.kv.links.pair import Message, Pair, Taken, reach
 from workers.kv.links.server import LinkServer
-from workers.kv.links.staged import Cut, StagedSource, StagedTransport
+from workers.kv.links.staged import TARGET, Cut, StagedSource, StagedTransport
 from workers.kv.links.terms import Terms
 from workers.kv.pool import KvPool
 
@@ -219,3 +220,59 @@ def test_a_request_begins_on_the_thread_that_reads_it_and_one_that_comes_too_soo
             assert torch.equal(pools[0].tensor[:2].flip(0), pools[1].tensor[:2])
             assert torch.equal(pools[0].tensor[8], pools[1].tensor[9])
     assert threads[-1] != "link-control"
+
+
+@pytest.mark.parametrize("num_early", [1, 2])
+def test_a_peer_that_has_several_requests_open_is_answered_in_their_order(
+    num_early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours never has. The last comes when the one before it has been taken and not begun: begun ahead of that, it would
+    hold the turn that the thread which is to end it waits for."""
+    pools = [KvPool(SLAB, 10, torch.float32, torch.device("cpu")) for _ in range(2)]
+    pools[1].tensor.normal_()
+    blocks = [[2 * number, 2 * number + 1] for number in range(num_early + 1)]
+    numbers = [{"blocks": array("q", of).tobytes().hex(), "epochs": bytes(16).hex()} for of in blocks]
+    requests: list[Message] = [{"piece": asdict(WHOLE), **of} for of in numbers]
+    seen: list[Message] = []
+    take_with, take = Pair.take_with, Pair.take
+
+    def noting(pair: Pair, work: Callable[[Message], Taken]) -> None:
+        def taken(message: Message) -> Taken:
+            found = work(message)
+            seen.append(message)
+            return found
+
+        take_with(pair, taken)
+
+    def taking(pair: Pair, seconds: float | None) -> Taken:
+        found = take(pair, seconds)
+        if found == requests[-2]:
+            target.send(requests[-1])
+            while requests[-1] not in seen:
+                os.sched_yield()
+        return found
+
+    def make(pair: Pair, me: int) -> GlooCarrier:
+        carrier = GlooCarrier(pools[1], pair, me, 10.0)
+        while pair._messages.qsize() < num_early:
+            os.sched_yield()
+        return carrier
+
+    monkeypatch.setattr(Pair, "take_with", noting)
+    monkeypatch.setattr(Pair, "take", taking)
+    source = StagedSource(pools[1], make, gloo.CUT, None)
+    with contextlib.closing(LinkServer("127.0.0.1", 10.0, {"gloo": source.answer})) as server:
+        where, closing = Endpoint.parse(server.endpoint), Closing()
+        target = Pair(reach(where.host, where.port, where.token, 10.0, closing), closing)
+        target.send({"scheme": "gloo", "cut": gloo.CUT.told, **asdict(Terms.of(pools[0]))})
+        target.next(10.0)
+        carrier = GlooCarrier(pools[0], target, TARGET, 10.0)
+        for request in requests[:-1]:
+            target.send(request)
+        for of in blocks:
+            carrier.begin(of, WHOLE)
+            content, coming = carrier.receive(slice(0, 2))
+            assert target.next(10.0) == {"epochs": bytes(16).hex()}
+            carrier.finish(coming)
+            assert target.next(10.0) == {"epochs": bytes(16).hex()}
+            assert torch.equal(content, pools[1].tensor[of])
