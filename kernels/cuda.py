@@ -110,7 +110,19 @@ class CudaOps:
         if len(whole) < batch.contexts_R.shape[0] - decodes:
             whole_from = dense_from if whole else None
             splits = self._splits(batch.max_query, num_heads // num_kv_heads, num_kv_heads)
-            paged_prefill(q_THE, pool, layer, batch, scale, out, decodes, self._tuning.prefill, whole_from, splits)
+            paged_prefill(
+                q_THE,
+                pool,
+                layer,
+                batch,
+                scale,
+                out,
+                range(decodes, batch.contexts_R.shape[0]),
+                batch.max_query,
+                self._tuning.prefill,
+                splits=splits,
+                whole_from=whole_from,
+            )
         return out
 
     def _splits(self, max_query: int, group: int, num_kv_heads: int) -> int:

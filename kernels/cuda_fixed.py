@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import CudaOps
-from kernels.fixed_attention import PART_TOKENS, fixed_attention
 from kernels.fixed_linear import fixed_linear
 from kernels.ops import AttentionBatch
+from kernels.paged_prefill import paged_prefill
 from kernels.tuning import RowTile, Tuning, tuning_of
 
+PART_TOKENS = 512  # of a context; every token's bits depend on it
 MOST_APART_BYTES = 2**28  # of what parts leave for each other
 NORM = RowTile(1, 4)  # a row a program
 
@@ -39,12 +40,25 @@ class FixedCudaOps(CudaOps):
         self._check(num_heads, num_kv_heads, head_dim, decodes)
         out = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         tile = self._tuning.fixed_attention
+        parts = -(-batch.max_context // PART_TOKENS)
         for rows, most in ((range(decodes), 1), (range(decodes, batch.contexts_R.shape[0]), batch.max_query)):
             if rows:
                 programs = len(rows) * num_kv_heads * -(-most * num_heads // num_kv_heads // tile.rows)
-                held = -(-batch.max_context // PART_TOKENS) * q_THE.numel() * torch.float32.itemsize
+                held = parts * q_THE.numel() * torch.float32.itemsize
                 apart = programs < 4 * self._multiprocessors and held <= MOST_APART_BYTES
-                fixed_attention(q_THE, pool, layer, batch, scale, out, rows, most, tile, apart=apart)
+                paged_prefill(
+                    q_THE,
+                    pool,
+                    layer,
+                    batch,
+                    scale,
+                    out,
+                    rows,
+                    most,
+                    tile,
+                    splits=parts if apart else 1,
+                    part_tokens=PART_TOKENS,
+                )
         return out
 
     def decode_contexts(self, num_rows: int, num_kv_heads: int) -> tuple[int, ...]:

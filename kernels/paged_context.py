@@ -35,42 +35,25 @@ def walk(
     largest_M = tl.full([M], SMALLEST, tl.float32)
     weight_M = tl.zeros([M], tl.float32)
     sum_ME = tl.zeros([M, E], tl.float32)
-    for start in range(first, unmasked, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            False,
-        )
-    for start in range(unmasked, last, C):
-        largest_M, weight_M, sum_ME = _advance(
-            q_ME,
-            position_M,
-            largest_M,
-            weight_M,
-            sum_ME,
-            layer_base,
-            table,
-            start,
-            context,
-            block_stride,
-            log2_scale,
-            E,
-            S,
-            C,
-            True,
-        )
+    for masked in tl.static_range(2):
+        for start in range(unmasked if masked else first, last if masked else unmasked, C):
+            largest_M, weight_M, sum_ME = _advance(
+                q_ME,
+                position_M,
+                largest_M,
+                weight_M,
+                sum_ME,
+                layer_base,
+                table,
+                start,
+                context,
+                block_stride,
+                log2_scale,
+                E,
+                S,
+                C,
+                masked,
+            )
     return largest_M, weight_M, sum_ME
 
 

@@ -105,7 +105,8 @@ def compile_one(tile: DecodeTile | PrefillTile) -> str:
                 paged_decode(q, pool, 0, batch, 1.0, torch.empty_like(q.contiguous()), scratch, tile)
         else:
             q = bench.queries(64, device)
-            paged_prefill(q, pool, 0, _tiny([(64, 64)], device), 1.0, torch.empty_like(q.contiguous()), 0, tile)
+            batch, out = _tiny([(64, 64)], device), torch.empty_like(q.contiguous())
+            paged_prefill(q, pool, 0, batch, 1.0, out, range(1), batch.max_query, tile)
         torch.cuda.synchronize()
     except Exception as error:  # a variant that does not fit the card is a result
         return f"{tile}: {error!r}"[:300]
@@ -200,9 +201,11 @@ class Tuner:
             batch, n = shapes[name], int(name)
             q = bench.queries(n, self.device)
             out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
-            seconds = statistics.median(
-                bench.seconds_of(lambda: paged_prefill(q, self.pool, 3, batch, bench.SCALE, out, 0, tile), repeats=5)
-            )
+
+            def run() -> None:
+                paged_prefill(q, self.pool, 3, batch, bench.SCALE, out, range(1), batch.max_query, tile)
+
+            seconds = statistics.median(bench.seconds_of(run, repeats=5))
             return 4 * bench.HEADS * bench.DIM * n * (n + 1) / 2 / seconds / 1e12
 
         best: PrefillTile = self._best("prefill", PREFILL, tflops, list(shapes))

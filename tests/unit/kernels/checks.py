@@ -103,7 +103,9 @@ def check_prefill(
     projection = torch.randn(sum(t for t, _ in rows), kv_heads * (group + 2), head_dim, generator=generator)
     q = projection.to(device, dtype)[:, : kv_heads * group]
     out = torch.full(q.shape, POISON, dtype=dtype, device=device)
-    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, batch.num_decodes, tile, whole_from, splits)
+    prefills, most = range(batch.num_decodes, len(rows)), batch.max_query
+    shared = {"splits": splits, "whole_from": whole_from}
+    paged_prefill.paged_prefill(q, pool, 2, batch, 0.17, out, prefills, most, tile, **shared)
     expected = REFERENCE.attention(q, pool, 2, batch, 0.17)
     starts = batch.starts_R1.tolist()
     for row, (num_query, context) in enumerate(rows):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.fixed_attention import fixed_attention
 from kernels.fixed_linear import fixed_linear
+from kernels.paged_prefill import paged_prefill
 from kernels.reference import ReferenceOps
 from kernels.tuning import LinearTile, PrefillTile
 from tests.unit.kernels.batches import filled_pool, paged_batch
@@ -60,11 +60,13 @@ def check_fixed_attention(
     q = projection.to(device, dtype)[:, : kv_heads * group]
     expected = REFERENCE.attention(q, pool, 2, batch, 0.17)
     starts, contexts = batch.starts_R1.tolist(), batch.contexts_R.tolist()
+    every, parts = range(len(rows)), -(-batch.max_context // part)
     found = []
     for apart in (True, False):
         out = torch.full(q.shape, POISON, dtype=dtype, device=device)
         most = batch.max_query
-        fixed_attention(q, pool, 2, batch, 0.17, out, range(len(rows)), most, tile, apart=apart, part_tokens=part)
+        splits = parts if apart else 1
+        paged_prefill(q, pool, 2, batch, 0.17, out, every, most, tile, splits=splits, part_tokens=part)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
             if context:
@@ -76,8 +78,7 @@ def check_fixed_attention(
     steps = torch.arange(len(rows) + 1, dtype=torch.int32, device=device)
     decodes = replace(batch, starts_R1=steps, num_decodes=len(rows), max_query=1)
     out = torch.full((len(rows), *q.shape[1:]), POISON, dtype=dtype, device=device)
-    every = range(len(rows))
-    fixed_attention(q[last], pool, 2, decodes, 0.17, out, every, 1, tile, apart=True, part_tokens=part)
+    paged_prefill(q[last], pool, 2, decodes, 0.17, out, every, 1, tile, splits=parts, part_tokens=part)
     if device.type == "cuda":
         assert torch.equal(found[0], found[1])
         assert torch.equal(out, found[0][last])
