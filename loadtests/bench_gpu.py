@@ -12,7 +12,7 @@ mixed_256   output tok/s of 256 requests, 100 to 1,024 tokens in, 100 to 1,024 o
 attn_bw_*   decode attention: fraction of the card's copy rate, both measured here
 fixed_*     decode_* and prefill_* under `deterministic: true`; peer: the same engine without
 
-The other rows: loadtests.gpu_serving, loadtests.gpu_start.
+The other rows: loadtests.gpu_serving, loadtests.gpu_start, loadtests.gpu_steps.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from loadtests import gpu_start
+from headrace.costmodel import CostModel
+from loadtests import gpu_start, gpu_steps
 from loadtests.gpu_serving import continuous_vs_static, idle_fraction, prefix_cache_speedup, prompts
 from loadtests.one_rank import ENGINE, LLAMA_8B, OneRank
 from loadtests.report import Report, Row, add_arguments, timed
@@ -42,7 +43,7 @@ GOALS = {
     "mixed_256": (1.0, 1.15),
 }
 DECODE_TOKENS = 128
-PARTS = ("engine", "serving", "idle", "attention", "fixed", "start")
+PARTS = ("engine", "serving", "idle", "attention", "fixed", "start", "steps")
 
 
 def beside(row: Row, peers: dict[str, float], peer_name: str) -> Row:
@@ -149,9 +150,17 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from attention_rows()
     if "fixed" in parts:
         yield from fixed_rows(shape, draw)
+    if "steps" in parts:
+        torch.cuda.empty_cache()
+        yield from gpu_steps.step_rows(shape, arguments.cost, draw, gpu_steps.Sizes())
     if "start" in parts:
         torch.cuda.empty_cache()
         yield from start_rows(shape, arguments.checkpoint)
+
+
+def cost_of(path: str) -> CostModel:
+    """Of a card's file."""
+    return CostModel(**json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["cost"])
 
 
 def main() -> int:
@@ -159,6 +168,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer than 32 only to try the bench itself")
     parser.add_argument("--eager", action="store_true", help="every kernel launched from Python, no CUDA graphs")
     parser.add_argument("--peer", type=pathlib.Path, help='{"name": …, "rows": {"decode_b1": …, …}}')
+    parser.add_argument(
+        "--cost", type=cost_of, metavar="FILE", help="the planner's card, beside whose cost steps stand"
+    )
     parser.add_argument("--checkpoint", type=pathlib.Path, help="of this shape, in the page cache; else one is written")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     add_arguments(parser)

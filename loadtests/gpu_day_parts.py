@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BENCHMARKS = Path("docs/benchmarks")
+BENCHMARKS, CARDS = Path("docs/benchmarks"), Path("cluster/simulation/cards")
 PYTEST = ("-m", "pytest", "-c", "/dev/null", "--rootdir=.", "-p", "no:cacheprovider", "-q")
 ENGINE = ("--parts", "engine,serving,idle,attention,start")
 
@@ -62,6 +62,7 @@ def _parts(host: Host) -> list[Part]:
         test("contract/test_kv_link_peers", 80),
         bench("bench_kernels", "kernels", 40, 150, devices="0"),
         bench("bench_gpu", "engine", 240, 450, *ENGINE, devices="0", peer="--peer"),
+        bench("bench_gpu", "steps", 80, 240, "--parts", "steps", *_cost(host.card), devices="0"),
         bench("bench_handoff", "handoff", 30, 120, "--source-device", "1", devices="0"),
         bench("bench_link", "link", 80, 300, "--scheme", "nccl", "--sweep", devices="0"),
         bench("bench_pair", "handoff-pair", 120, 300, peer="--vllm"),
@@ -72,6 +73,11 @@ def _parts(host: Host) -> list[Part]:
         if trace in host.traces and host.num_gpus >= 2:
             parts.append(_disagg(host, trace, rates, deployments))
     return parts
+
+
+def _cost(card: str) -> tuple[str, ...]:
+    path = CARDS / f"{card}.json"
+    return ("--cost", str(path)) if path.exists() else ()
 
 
 def _disagg(host: Host, trace: str, rates: Sequence[float], deployments: Mapping[int, Sequence[str]]) -> Part:
@@ -110,15 +116,15 @@ KNEES: tuple[tuple[str, Sequence[float], Mapping[int, Sequence[str]]], ...] = (
 
 PEER, PAIR_PEER = "peer", "pair-peer"  # another engine's own benches, just before ours
 _ONE = (
-    *("gpu/test_kernels", "kernels", "gpu/test_engine", PEER, "engine", "gpu/test_deterministic", "gpu/test_ahead"),
-    *("gpu/test_profile", "gpu/test_link", "contract/test_kv_link", "contract/test_kv_link_peers"),
+    *("steps", "gpu/test_kernels", "kernels", "gpu/test_engine", PEER, "engine", "gpu/test_deterministic"),
+    *("gpu/test_ahead", "gpu/test_profile", "gpu/test_link", "contract/test_kv_link", "contract/test_kv_link_peers"),
     *("gpu/test_sums", "gpu/test_pair", "gpu/test_parallel"),
 )
 _TWO = (
     *("contract/test_kv_link", "contract/test_kv_link_peers", "link", "gpu/test_sums", "gpu/test_kernels", "kernels"),
     *(PAIR_PEER, "handoff-pair", "disagg-mooncake", "gpu/test_engine", PEER, "engine", "disagg-azure", "gpu/test_pair"),
     *("gpu/test_parallel", "gpu/test_deterministic", "handoff", "gpu/test_link", "gpu/test_profile", "gpu/test_ahead"),
-    "parallel",
+    *("parallel", "steps"),
 )
 ORDER: Mapping[int, Sequence[str]] = {
     4: ("disagg-mooncake", "handoff-reshard", "disagg-azure", *(each for each in _TWO if "disagg" not in each)),

@@ -1,4 +1,4 @@
-"""An engine without a service on one CUDA device, random weights: what the GPU benchmarks run."""
+"""An engine without a service on one device, random weights: what the GPU benchmarks run."""
 
 import json
 import pathlib
@@ -109,7 +109,7 @@ class OneRank:
 
     def __init__(self, shape: dict[str, Any], engine: EngineConfig = ENGINE, *, graphs: bool = True) -> None:
         self._engine, self._vocab_size = engine, int(shape["vocab_size"])
-        context = form(ParallelLayout(), 0, None, device=torch.device("cuda", 0))
+        context = form(ParallelLayout(), 0, None, device=torch.device(engine.device, 0))
         checkpoint = Checkpoint.open(shape_folder(shape))
         self.runner = Runner(checkpoint, ParallelLayout(), 0, engine, context, fill=random_weights, graphs=graphs)
         self.scheduler = scheduler_of(engine, self._vocab_size)
@@ -117,9 +117,10 @@ class OneRank:
         self.runner.warm_up()
         keep_for_good()
 
-    def begin(self, max_num_seqs: int | None = None) -> None:
-        """An empty cache, and so many rows."""
-        self.scheduler = scheduler_of(self._engine, self._vocab_size, max_num_seqs)
+    def begin(self, max_num_seqs: int | None = None, max_step_tokens: int | None = None) -> None:
+        """An empty cache, so many rows, and steps of at most so many tokens."""
+        steps = {} if max_step_tokens is None else {"max_step_tokens": max_step_tokens}
+        self.scheduler = scheduler_of(self._engine.model_copy(update=steps), self._vocab_size, max_num_seqs)
 
     def serve(
         self,
