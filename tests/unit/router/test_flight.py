@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from headrace.errors import DeadlineExceeded, InternalError
-from headrace.values import FinishReason, RequestKey, SamplingParams, SequenceOutput, Usage
+from headrace.values import FinishReason, RequestKey, SamplingParams, SequenceOutput, TokenLogprobs, Usage
 from router.decisions.tenants import NO_TARGETS, Targets
 from router.flight import Flight
 from tests.unit.router.stage import job, open_text
@@ -37,6 +39,15 @@ def test_a_stop_string_in_the_last_message_wins_over_the_workers_length() -> Non
     assert (piece.text, piece.finish, len(piece.token_ids)) == ("ab", "stop", 3)
     assert piece.usage == Usage(10, 3, 0)
     assert on.ended_by_worker
+
+
+def test_case_25_tokens_that_waited_together_keep_their_logprobs_up_to_a_stop_string() -> None:
+    on = flight(stop=("c",))
+    known = [TokenLogprobs(token, -0.5 - token) for token in map(ord, "abcd")]
+    outputs = [replace(said(text, at + 1), logprobs=(known[at],)) for at, text in enumerate("abcd")]
+    first, last = on.relay(outputs[:2]) + on.relay(outputs[2:])
+    assert (first.logprobs, last.logprobs) == (tuple(known[:2]), (known[2],))
+    assert last.usage == Usage(10, 3, 0), "as many as are counted"
 
 
 def test_case_23_a_stop_string_counts_only_after_min_tokens() -> None:

@@ -13,6 +13,7 @@ from headrace.values import FinishReason, RequestKey, SequenceOutput
 from tests.unit.workers.handoff.ends import both_idle, said
 from tests.unit.workers.rig import (
     BLOCK_SIZE,
+    HANDOFF,
     IDENTITY,
     a_pair,
     a_request,
@@ -258,6 +259,23 @@ async def test_case_05_an_abort_between_chunks_frees_the_prefill_side_once() -> 
         assert (await router.submit(a_request("next", prefill=prefill.target)).end()).error is None
 
 
+@pytest.mark.parametrize("what", ["computed", "read"])
+async def test_case_06_an_abort_frees_the_prefill_side_at_once(what: str) -> None:
+    """Neither a pin's end nor a deadline is waited for: with many clients that gave up, they would hold all there is."""
+    patient = HANDOFF.model_copy(update={"pin_seconds": 600.0, "transfer_seconds": 600.0})
+    async with a_pair(handoff=patient) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        gate = prefill.executor.go_steps if what == "computed" else decode.executor.go_pulls
+        gate.clear()
+        router.submit(a_request("q", length=21, prefill=prefill.target))
+        while not (prefill.worker.num_requests if what == "computed" else prefill.counts.pinned):
+            await prefill.worker.changed()
+        router.cancel("q")
+        while prefill.worker.num_requests or prefill.counts.pinned:
+            await prefill.worker.changed()
+        gate.set()
+        await both_idle(prefill, decode)
+
+
 async def test_case_07_a_cancel_while_the_release_is_on_its_way_hurts_nobody() -> None:
     async with a_pair() as (prefill, decode), decode.router() as router:
         await decode.faults(Fault(point="release", action="delay", seconds=0.2))
@@ -268,3 +286,5 @@ async def test_case_07_a_cancel_while_the_release_is_on_its_way_hurts_nobody() -
         for other in others:
             assert (await other.end()).error is None
         await both_idle(prefill, decode)
+        (link,) = decode.worker.peers
+        assert not link._conversations, "who has ended listens no more"

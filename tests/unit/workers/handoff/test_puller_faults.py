@@ -169,13 +169,21 @@ async def test_a_read_that_cannot_even_begin_keeps_no_block(side: str) -> None:
 
 
 async def test_case_14_waiting_in_the_peers_queue_is_not_peer_death() -> None:
-    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 0.2})
-    async with a_pair(handoff=quick) as (prefill, decode), decode.router() as router:
+    """What waits to be computed is not announced, however long that takes; nor is what ends with its first token, of
+    which nothing is read ahead, before it is computed."""
+    loop = asyncio.get_running_loop()
+    brief = HANDOFF.model_copy(update={"pin_seconds": 0.2})
+    async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router:
+        decode.worker._puller._transfer_seconds = 0.02
         prefill.executor.go_steps.clear()
-        answer = router.submit(a_request(length=20, prefill=prefill.target))
-        for _ in range(3):
-            await router.report(lambda report: True)
+        answer = router.submit(a_request(length=20, max_tokens=1, prefill=prefill.target))
+        while not prefill.worker.num_requests:
+            await prefill.worker.changed()
+        told = loop.time()
+        while loop.time() < told + 0.1:
+            await router.ping()
         assert not answer.lost
+        decode.worker._puller._transfer_seconds = HANDOFF.transfer_seconds
         prefill.executor.go_steps.set()
         assert (await answer.end()).error is None
         assert answer.timeline is not None
@@ -207,6 +215,20 @@ async def test_case_16_what_waits_to_be_pulled_is_bounded_on_the_prefill_side() 
         decode.executor.go_pulls.set()
         for answer in answers:
             assert (await answer.end()).error is None
+        await both_idle(prefill, decode)
+
+
+async def test_case_08_a_prefill_worker_that_announces_no_more_is_given_up() -> None:
+    """Its stream lives, it answers beats, and it knows the ticket: what it computed is on its way for ever."""
+    asked = a_request(length=30)
+    async with a_pair() as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        decode.worker._puller._transfer_seconds = 0.05
+        await prefill.faults(Fault(point="announce", action="delay", times=1), Fault(point="announce", action="drop"))
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        assert "announced nothing more" in answer.lost[0].error.message
+        await answer_to_peer_lost(router, answer, None)
+        assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
         await both_idle(prefill, decode)
 
 

@@ -19,16 +19,19 @@ from workers.streams import RouterStream
 Fault = control_pb2.Fault
 
 
-async def test_case_08_a_dead_prefill_worker_is_noticed_at_once() -> None:
+@pytest.mark.parametrize("max_tokens", [6, 1])
+async def test_case_08_a_dead_prefill_worker_is_noticed_at_once(max_tokens: int) -> None:
+    """While its blocks are read, or while nothing is announced yet: what ends with its first token is not read ahead."""
+    asked = a_request(length=20, max_tokens=max_tokens)
     async with a_worker("d0") as decode, decode.router() as router:
         async with a_worker("p0") as prefill:
             prefill.executor.go_steps.clear()
-            answer = router.submit(a_request(length=20, prefill=prefill.target))
+            answer = router.submit(replace(asked, prefill=prefill.target))
             while not prefill.worker.num_requests:
                 await prefill.worker.changed()
         await answer_to_peer_lost(router, answer, None)
         assert answer.lost[0].error.type == TransferFailed.__name__
-        assert said(await answer.end())[0] == said(await answer_alone(a_request(length=20)))[0]  # type: ignore[index]
+        assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
         assert decode.counts.quarantined == 0
 
 

@@ -194,7 +194,9 @@ def test_case_52_expected_requests_take_no_row_however_long_they_wait() -> None:
         expected = request(f"parked{number}", 8, first=10 + number)
         decode.scheduler.expect(expected, 0.0)
         decode.scheduler.incoming.claim(expected.key)
-    assert not decode.scheduler.has_work
+    decode.scheduler.expect(request("unclaimed", 8, first=20), 0.0)
+    assert not decode.scheduler.has_work, "an engine with nothing to compute stands still, and is well"
+    assert not decode.scheduler.starting
     asked = request("a")
     decode.scheduler.submit(asked, 0.0)
     decode.run()
@@ -216,6 +218,19 @@ def test_claims_are_bounded_and_count_what_is_held_and_promised() -> None:
     assert not decode.scheduler.incoming.may_claim(names[2].key)
     decode.scheduler.cancel(names[0].key, 0.0)
     assert decode.scheduler.incoming.may_claim(names[2].key)
+
+
+def test_a_prompt_beyond_the_claim_budget_has_its_claim_where_nothing_is_held() -> None:
+    """It fits the pool, so it was taken; the budget alone would let it wait for ever."""
+    decode = CheckedWorker(NO_EOS, num_blocks=10, claim_fraction=0.5)
+    large, small = request("large", 24), request("small", 4, first=2)
+    for each in (large, small):
+        decode.scheduler.expect(each, 0.0)
+    assert decode.scheduler.incoming.may_claim(large.key)
+    decode.scheduler.incoming.claim(small.key)
+    assert not decode.scheduler.incoming.may_claim(large.key)
+    decode.scheduler.cancel(small.key, 0.0)
+    assert decode.scheduler.incoming.may_claim(large.key)
 
 
 def test_promised_blocks_are_not_taken_by_new_prompts() -> None:
