@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.clock import ManualClock
-from headrace.errors import (
-    TransferFailed,
-)
+from headrace.errors import DeadlineExceeded, TransferFailed
 from headrace.v1 import control_pb2
 from headrace.values import FinishReason, RequestKey, SequenceOutput
 from tests.unit.workers.handoff.ends import both_idle, said
@@ -153,6 +151,21 @@ async def test_a_ticket_says_the_time_that_is_left_after_the_wait_for_its_claim(
         assert tickets["second"].ticket.request.seconds_left == 6.0
         prefill.executor.go_steps.set()
         assert (await second.end()).error is None
+
+
+async def test_a_request_whose_time_is_up_while_it_waits_for_a_claim_is_offered_none(clock: ManualClock) -> None:
+    """Another comes, and asks for all who wait, before its coroutine has noticed."""
+    async with a_pair(decode_num_blocks=20, decode_clock=clock) as (prefill, decode), decode.router() as router:
+        prefill.executor.go_steps.clear()
+        router.submit(a_request("first", length=61, prefill=prefill.target))
+        while not prefill.worker.num_requests:
+            await prefill.worker.changed()
+        late = router.submit(a_request("late", length=21, seed=2, seconds_left=1.0, prefill=prefill.target))
+        await router.ping()
+        clock.advance(2.0)
+        decode.worker._engine.expire(decode.worker)
+        decode.worker._puller._grant()
+        assert isinstance((await late.end()).error, DeadlineExceeded)
 
 
 async def test_what_decode_holds_is_not_moved_again() -> None:

@@ -85,14 +85,28 @@ async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str)
         await both_idle(prefill, decode, spare)
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["announced ahead", "announced when done"])
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 30])
-async def test_with_digests_every_block_that_came_is_what_was_announced(length: int) -> None:
+async def test_with_digests_every_block_that_came_is_checked_to_be_what_was_announced(
+    length: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ahead:
+        monkeypatch.setattr("workers.kv.links.choice.AWAIT_STEPS", set())
     asked = a_request(length=length, max_tokens=7)
     expected = await answer_alone(asked)
     async with a_pair(handoff=WITH_DIGESTS) as (prefill, decode), decode.router() as router:
+        digests, checked = decode.executor.digests, list[tuple[int, int]]()
+
+        def noted(blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
+            checked.extend(blocks)
+            return digests(blocks)
+
+        decode.executor.digests = noted  # type: ignore[method-assign]
         got = await router.submit(replace(asked, prefill=prefill.target)).end()
         assert said(got)[0] == said(expected)[0]  # type: ignore[index]
         assert not got.lost
+        assert bool(decode.executor.asked_ahead) == ahead
+        assert sum(filled for _, filled in checked) == length
         await both_idle(prefill, decode)
 
 
@@ -235,7 +249,7 @@ async def test_case_08_a_prefill_worker_that_announces_no_more_is_given_up() -> 
 @pytest.mark.parametrize("how", ["never came", "was dropped"])
 async def test_a_lost_ticket_is_noticed_and_placed_again(how: str) -> None:
     """The stream lives and the peer answers beats: only the ticket is gone."""
-    patient = HANDOFF.model_copy(update={"transfer_seconds": 600.0})
+    patient = HANDOFF.model_copy(update={"pin_seconds": 1.0, "transfer_seconds": 600.0})
     asked = a_request(length=30)
     async with a_pair(handoff=patient) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
         if how == "never came":
