@@ -234,7 +234,6 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
                     yield message
         finally:
             listening.cancel()
-            self._source.close(stream)
 
     async def _listen(
         self, stream: _PullerStream, peer: PeerHello, incoming: AsyncIterator[transfer_pb2.PullerMessage]
@@ -249,7 +248,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         except TimeoutError:
             log.warning("%s was silent for %g s: its stream is closed", stream.peer.worker_id, self._silent_seconds)
         finally:
-            # Here too: a frozen peer reads nothing, so what is being sent to it may never be over.
+            # Here, and not where the stream ends: a frozen peer reads nothing, so what is being sent may never be over.
             self._source.close(stream)
             stream.outbox.put_nowait(None)
 

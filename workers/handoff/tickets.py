@@ -149,9 +149,10 @@ class Source:
             self._engine.scheduler.renew(key, self._engine.clock.now())
 
     def close(self, stream: PullerStream) -> None:
-        """The stream ended: whoever was behind it pulls nothing any more."""
+        """The stream ended: whoever was behind it pulls nothing any more, and nothing that it offered is read."""
         for ticket in [ticket for ticket in self._tickets.values() if ticket.stream is stream]:
             self._end(ticket)
+        self._engine.executor.close_links(stream.peer.key)
 
     def chunk(self, chunk: ChunkDone) -> None:
         """A chunk is computed, or its step is launched: announces it. Of a ticket that ended meanwhile nothing is said."""

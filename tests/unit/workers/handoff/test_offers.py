@@ -7,9 +7,9 @@ import pytest
 
 from headrace.errors import LinkClosed, StaleBlocks
 from headrace.v1 import control_pb2
-from headrace.values import Request, RequestKey
+from headrace.values import Request, RequestKey, Role
 from tests.session import Answer, Router
-from tests.unit.workers.rig import BLOCK_SIZE, HANDOFF, Rig, a_pair, a_request, answer_alone, prompt
+from tests.unit.workers.rig import BLOCK_SIZE, HANDOFF, Rig, a_pair, a_request, a_worker, answer_alone, prompt
 
 Fault = control_pb2.Fault
 HISTORY, REST = 5 * BLOCK_SIZE, 30
@@ -162,6 +162,17 @@ async def test_a_decode_worker_that_dies_during_the_pull_of_its_offer_leaves_not
         await decode.worker.close()
         await both_idle(prefill)
         assert prefill.counts.cached == 0
+
+
+async def test_no_link_is_left_to_a_decode_worker_that_is_gone() -> None:
+    async with a_worker("p0", role=Role.PREFILL) as prefill, prefill.router() as other:
+        async with a_worker("d0", role=Role.DECODE) as decode, decode.router() as router:
+            await remember(router)
+            assert cached(await router.submit(a_turn(prefill)).end()) == HISTORY
+            assert prefill.executor.peers
+        async with asyncio.timeout(10):
+            while prefill.executor.peers:
+                await other.ping()
 
 
 async def test_after_a_lost_peer_the_next_prefill_worker_is_offered_the_blocks_too() -> None:

@@ -85,6 +85,24 @@ async def test_case_08_13_a_failed_transfer_is_placed_again(how: str, then: str)
         await both_idle(prefill, decode, spare)
 
 
+async def test_a_read_whose_link_another_requests_trouble_closed_is_made_again() -> None:
+    async with a_pair() as (prefill, decode), decode.router() as router:
+        pull, num_asked = decode.executor.pull, 0
+
+        def once_closed(peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+            nonlocal num_asked
+            num_asked += 1
+            decode.executor.pull_error = LinkClosed("closed from this side") if num_asked == 1 else None
+            return pull(peer, blocks, after_step)
+
+        decode.executor.pull = once_closed  # type: ignore[method-assign]
+        asked = a_request(length=BLOCK_SIZE, max_tokens=7)
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        assert said(await answer.end())[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
+        assert (num_asked, answer.lost) == (2, [])
+        await both_idle(prefill, decode)
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["announced ahead", "announced when done"])
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE + 1, 30])
 async def test_with_digests_every_block_that_came_is_checked_to_be_what_was_announced(

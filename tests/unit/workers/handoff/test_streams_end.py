@@ -2,18 +2,15 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import pytest
 
-from headrace import wire
 from headrace.errors import HeadraceError, TransferFailed
-from headrace.v1 import control_pb2, transfer_pb2, transfer_pb2_grpc
-from headrace.values import PrefillTarget, RequestKey, Role, Ticket
-from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle, said
-from tests.unit.workers.rig import HANDOFF, Rig, a_request, a_worker, answer_alone
-from workers.handoff import messages
+from headrace.v1 import control_pb2
+from headrace.values import PrefillTarget, RequestKey, Role
+from tests.unit.workers.handoff.ends import a_puller, answer_to_peer_lost, both_idle, said
+from tests.unit.workers.rig import HANDOFF, a_request, a_worker, answer_alone
 from workers.streams import RouterStream
 
 Fault = control_pb2.Fault
@@ -100,24 +97,24 @@ async def test_what_was_announced_by_a_peer_whose_stream_has_ended_is_not_asked_
         await both_idle(decode)
 
 
+async def test_no_link_is_left_to_a_prefill_worker_that_is_gone() -> None:
+    async with a_worker("d0") as decode, decode.router() as router:
+        async with a_worker("p0") as prefill:
+            await router.submit(a_request(length=20, prefill=prefill.target)).end()
+            assert decode.executor.peers
+        async with asyncio.timeout(10):
+            while decode.executor.peers:
+                await router.ping()
+
+
 SOON_SILENT = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
-
-
-async def a_puller(rig: Rig) -> Any:
-    """Its stream, on which a ticket has gone, and nothing else does."""
-    call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
-    hello = replace(rig.worker._hello, worker_id="d0")
-    await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
-    ticket = Ticket(a_request(length=20), 0, "r0")
-    await call.write(transfer_pb2.PullerMessage(ticket=wire.ticket_to_pb(ticket)))
-    return call
 
 
 async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:
     """It is frozen, or its host is gone: its connection stands. What is not computed yet has no pin that would end."""
     async with a_worker("p0", role=Role.PREFILL, handoff=SOON_SILENT) as rig:
         rig.executor.go_steps.clear()
-        call = await a_puller(rig)
+        call = await a_puller(rig, a_request(length=20))
         while not rig.worker.num_requests:
             await rig.worker.changed()
         async with asyncio.timeout(10):
@@ -131,7 +128,7 @@ async def test_a_puller_that_falls_silent_while_it_is_told_something_holds_no_pi
     """It reads nothing either: what is being sent to it is never over."""
     async with a_worker("p0", role=Role.PREFILL, handoff=SOON_SILENT) as rig:
         await rig.faults(Fault(point="announce", action="pause"))
-        call = await a_puller(rig)
+        call = await a_puller(rig, a_request(length=20))
         while not rig.counts.pinned:
             await rig.worker.changed()
         async with asyncio.timeout(10):
