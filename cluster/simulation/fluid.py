@@ -1,25 +1,28 @@
 """What serves in a week of `cluster.simulation.week`: a fluid, stepped by a second, and not request by request.
 
 Prompts are worked off by as many workers as prefill, answers come at the cost model's step time of as many sequences as
-decode; within a second waits are those of `cluster.planning` at the rate of the last half minute.
+decode; within a second waits are those of `cluster.planning` at the rate of the last half minute. A worker that drains has
+its part of both, and nothing comes to it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cluster.planning.load import Length, Load, Pools, Target, Worker, lengths_around
 from cluster.planning.prediction import Overload
 from cluster.planning.queueing import normal_cdf
 from cluster.planning.stages import predict
-from cluster.scaling.values import PoolRules, Rules
+from cluster.scaling.values import Decoding, PoolRules, Rules
 from cluster.simulation import cards
+from headrace.config import AutoscalingConfig
 from headrace.costmodel import CostModel
 from headrace.values import ParallelLayout, Role
 
 STEP_SECONDS = 1.0
 DECIDE_SECONDS = 30
 START_SECONDS = 180
+DRAIN_SECONDS = AutoscalingConfig().drain_seconds
 INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE, LENGTH_CV = 2000.0, 250.0, 0.3, 0.8
 
 
@@ -47,8 +50,23 @@ class World:
 
 
 @dataclass
+class Draining:
+    """A worker that takes nothing new, with the sequences and the seconds of prompts that it has left. It is gone when that
+    is less than half a sequence (about when the longest of log-normal answers ends), or when its time is over."""
+
+    sequences: float = 0.0
+    prompt_seconds: float = 0.0
+    seconds_left: float = DRAIN_SECONDS
+
+    @property
+    def is_gone(self) -> bool:
+        return self.seconds_left <= 0 or (self.sequences < 0.5 and self.prompt_seconds <= 0)
+
+
+@dataclass
 class Fluid:
-    """Owns what waits, what runs and what was counted. A step is STEP_SECONDS."""
+    """Owns what waits, what runs and what was counted; `cut` of those that ran out of the time to drain in. A step is
+    STEP_SECONDS."""
 
     world: World
     waiting_seconds: float = 0.0
@@ -59,6 +77,28 @@ class Fluid:
     kept: float = 0.0
     late: float = 0.0
     slow: float = 0.0
+    cut: float = 0.0
+    draining: list[Draining] = field(default_factory=list)
+
+    def drain_prefill(self, serving: int) -> Draining:
+        """One of so many drains, and holds its GPU until is_gone."""
+        return self._drain(Draining(prompt_seconds=self.waiting_seconds / serving))
+
+    def drain_decode(self, serving: int) -> Draining:
+        return self._drain(Draining(sequences=self.sequences / serving))
+
+    def _drain(self, worker: Draining) -> Draining:
+        self.waiting_seconds -= worker.prompt_seconds
+        self.sequences -= worker.sequences
+        self.draining.append(worker)
+        return worker
+
+    @property
+    def decoding(self) -> Decoding:
+        """Of all, as workers say it of themselves."""
+        number = self.sequences + sum(worker.sequences for worker in self.draining)
+        tokens = number * _means(self.world)[2]
+        return Decoding(round(number), round(tokens), tokens / self.world.worker.kv_tokens)
 
     def step(self, arrivals: int, prefill: int, decode: int) -> float:
         """The share of those who came that keeps both targets."""
@@ -71,6 +111,7 @@ class Fluid:
         self.waiting_seconds -= done
         wait = (before + self.waiting_seconds) / 2 / prefill if prefill else 1e3  # who comes in the middle of it
         self.sequences = _decoding(self.sequences + done / service, tokens, context, decode, cost)
+        self._pass_drains()
         rows = self.sequences / max(decode, 1)
         step_seconds = cost.decode_base_seconds + rows * _row_seconds(cost, context)
         self.waiting_prompts = self.waiting_seconds / service
@@ -86,9 +127,25 @@ class Fluid:
         self.slow += arrivals * on_time * (1 - quick)
         return on_time * quick
 
+    def _pass_drains(self) -> None:
+        service, tokens, context = _means(self.world)
+        cost = self.world.worker.cost
+        for worker in self.draining:
+            done = min(worker.prompt_seconds, STEP_SECONDS)
+            worker.prompt_seconds -= done
+            self.sequences += done / service
+            step_seconds = cost.decode_base_seconds + worker.sequences * _row_seconds(cost, context)
+            worker.sequences *= math.exp(
+                -STEP_SECONDS / (tokens * step_seconds)
+            )  # none comes: they leave by their own time
+            worker.seconds_left -= STEP_SECONDS
+            if worker.seconds_left <= 0:
+                self.cut += worker.sequences + worker.prompt_seconds / service
+        self.draining = [worker for worker in self.draining if not worker.is_gone]
+
     @property
     def attainment(self) -> float:
-        return self.kept / self.arrived if self.arrived else 1.0
+        return (self.kept - self.cut) / self.arrived if self.arrived else 1.0
 
 
 def _row_seconds(cost: CostModel, context: float) -> float:

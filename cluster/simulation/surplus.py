@@ -9,7 +9,7 @@ Each is what its cause adds to those before it, so that all together are what wa
     ahead      the most within the lead, in the place of the rate of now
     reaction   what waits, KV, and what requests missed
     holding    what is kept though it is not needed now: the hold, and a pool that waits until less is clear
-    leaving    workers that drain hold their GPUs
+    leaving    workers that drain hold their GPUs, for as long as they have sequences: what was held beyond all that
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from cluster.scaling.needs import load_of
 from cluster.scaling.values import Decision, Inputs
 from cluster.simulation.fluid import World
 
-CAUSES = ("rate", "measuring", "lengths", "bursts", "ahead", "reaction", "holding", "leaving")
+CAUSES = ("rate", "measuring", "lengths", "bursts", "ahead", "reaction", "holding")
 
 
 @dataclass
@@ -31,8 +31,12 @@ class Surplus:
     world: World
     gpu_hours: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
-    def add(self, inputs: Inputs, decision: Decision, true_rate: float, held: int, seconds: float) -> None:
-        """One turn, as it stays for `seconds`. `held`: workers that have a GPU."""
+    def of(self, gpu_hours: float) -> dict[str, float]:
+        """All causes of so many that were held."""
+        return {**self.gpu_hours, "leaving": gpu_hours - sum(self.gpu_hours.values())}
+
+    def add(self, inputs: Inputs, decision: Decision, true_rate: float, seconds: float) -> None:
+        """One turn, as it stays for `seconds`."""
         level = max(inputs.traffic.level, 1e-3)
         load = load_of(inputs, level)
         peak = load_of(inputs, max(inputs.forecast.peak, level))
@@ -45,7 +49,6 @@ class Surplus:
             _fewest(self.world, peak),
             sum(decision.needs.workers.values()),
             sum(size.replicas for size in decision.pools.values()),
-            held,
         ]
         for cause, before, after in zip(CAUSES, steps[:-1], steps[1:], strict=True):
             self.gpu_hours[cause] += (after - before) * seconds / 3600

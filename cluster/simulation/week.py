@@ -11,8 +11,8 @@ model, at once and without a start, and as little reserve as keeps the same shar
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,6 +29,7 @@ from cluster.simulation.fluid import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
     START_SECONDS,
+    Draining,
     Fluid,
     World,
 )
@@ -36,7 +37,6 @@ from cluster.simulation.surplus import Surplus
 from headrace.reports import ClassCounts, RouterReport
 
 DAY = 86_400
-DRAIN_SECONDS = 30
 FLIP_SECONDS = 5
 CLAIRVOYANT_SECONDS = 300
 RESERVES = (0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3)
@@ -78,33 +78,37 @@ class Traffic:
 
 @dataclass
 class Fleet:
-    """Workers of one pool by when they are ready. They hold their GPUs from the order to the end of the drain."""
+    """Workers of one pool by when they are ready. They hold their GPUs from the order to the end of the drain; who starts
+    has nothing to finish."""
 
     desired: Size
     ready_at: list[float] = field(default_factory=list)
-    leaving_until: list[float] = field(default_factory=list)
+    draining: list[Draining] = field(default_factory=list)
     lent: int = 0
     flips_until: float = 0.0
 
-    def order(self, size: Size, now: float) -> None:
+    def order(self, size: Size, now: float, drain: Callable[[int], Draining]) -> None:
+        """`drain`: has one of so many that serve drain."""
         more = size.replicas - len(self.ready_at)
         self.ready_at += [now + START_SECONDS] * max(more, 0)
         for _ in range(max(-more, 0)):
+            serving = self.ready(now)
+            if serving == len(self.ready_at):
+                self.draining.append(drain(serving))
             self.ready_at.remove(max(self.ready_at))
-            self.leaving_until.append(now + DRAIN_SECONDS)
         if size.lent != self.lent:
             self.lent, self.flips_until = size.lent, now + FLIP_SECONDS
         self.desired = size
 
-    def pass_to(self, now: float) -> None:
-        self.leaving_until = [until for until in self.leaving_until if until > now]
+    def forget_gone(self) -> None:
+        self.draining = [worker for worker in self.draining if not worker.is_gone]
 
     def ready(self, now: float) -> int:
         return sum(at <= now for at in self.ready_at)
 
     @property
     def num_holding(self) -> int:
-        return len(self.ready_at) + len(self.leaving_until)
+        return len(self.ready_at) + len(self.draining)
 
 
 @dataclass
@@ -151,14 +155,16 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
     moves: list[tuple[int, str]] = []
     kept_by_second = np.ones(len(traffic.arrivals))
     surplus = Surplus(world)
-    sizes = (0, 0)
+    sizes, ordered = (0, 0), False
+    drains = {"prefill": fluid.drain_prefill, "decode": fluid.drain_decode}
     for second, arrivals in enumerate(traffic.arrivals.tolist()):
-        if second % FLIP_SECONDS == 0:
-            for fleet in fleets.values():
-                fleet.pass_to(second)
+        for fleet in fleets.values():
+            fleet.forget_gone()
+        if ordered or second % FLIP_SECONDS == 0:
             before, sizes = sizes, _serving(fleets, second)
             if sizes != before:
                 changed_sizes.append((second, *sizes))
+            ordered = False
         held = sum(fleet.num_holding for fleet in fleets.values())
         gpu_seconds += held
         most = max(most, held)
@@ -169,17 +175,19 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
             history.add(meter.look(reports, float(second)), DECIDE_SECONDS if second else 0, float(second))
             heard = meter.traffic(float(second))
             pools = {name: _seen(world, fleet, second) for name, fleet in fleets.items()}
+            pools["decode"] = replace(pools["decode"], decoding=fluid.decoding)
             forecast = history.forecast(heard.level, rules.lead_seconds)
             inputs = Inputs(float(second), rules, pools, heard, forecast, memory)
             decision = decide(inputs)
             memory = decision.memory
-            surplus.add(inputs, decision, float(traffic.rates[second]), held, DECIDE_SECONDS)
+            surplus.add(inputs, decision, float(traffic.rates[second]), DECIDE_SECONDS)
             if changes(decision, inputs):
                 changed[second // 3600] += 1
                 kinds[decision.kind] += 1
                 moves.append((second, decision.kind))
                 for name, size_ in decision.pools.items():
-                    fleets[name].order(size_, second)
+                    fleets[name].order(size_, second, drains[name])
+                ordered = True
         if second % CLAIRVOYANT_SECONDS == 0:
             trace.append((second, fluid.rate, *sizes))
     service = fluid.arrived or 1
@@ -196,7 +204,7 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
         changed_sizes,
         moves,
         kept_by_second,
-        surplus.gpu_hours,
+        surplus.of(gpu_seconds / 3600),
     )
 
 
@@ -223,7 +231,7 @@ class Totals:
             cached_tokens=round(self.arrivals * INPUT_TOKENS * HIT_RATE),
             generated_tokens=round(self.arrivals * OUTPUT_TOKENS),
             ended=self.arrivals,
-            in_flight=round(fluid.sequences),
+            in_flight=fluid.decoding.sequences,
             queued=round(fluid.waiting_prompts),
             queued_tokens=round(fluid.waiting_prompts * INPUT_TOKENS),
             classes={"": ClassCounts(met=met, missed_ttft=late, missed_tpot=max(self.arrivals - met - late, 0))},
@@ -247,7 +255,7 @@ def _seen(world: World, fleet: Fleet, now: float) -> PoolSeen:
         ready,
         min(fleet.lent, ready),
         len(fleet.ready_at) - ready,
-        leaving=len(fleet.leaving_until),
+        leaving=len(fleet.draining),
         warming=warming,
     )
 

@@ -1,11 +1,15 @@
 """The fluid before the autoscaler: load that doubles is followed, and a clairvoyant is never dearer for it."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from cluster.planning.load import lengths_around
 from cluster.scaling.values import Size
 from cluster.simulation.decision_time import turns
-from cluster.simulation.fluid import Fluid, World
+from cluster.simulation.fluid import HIT_RATE, LENGTH_CV, OUTPUT_TOKENS, Fluid, World
 from cluster.simulation.week import Traffic, clairvoyant, follow
 
 
@@ -44,8 +48,45 @@ def test_who_serves_from_a_second_on_is_known_where_nobody_else_does_before_its_
     )
     assert outcome.sizes_within(0, 30) == (2, 3)
     assert sum(outcome.surplus.values()) == pytest.approx(outcome.gpu_hours, rel=1e-6)
+    assert 0 < outcome.surplus["leaving"] < 2 * 60 / 3600, (
+        "two that drained, for as long as their answers of seconds took"
+    )
     changed = [since for since, *_ in outcome.sizes[1:]]
     assert all(outcome.sizes_within(since - 1, since + 1) is None for since in changed)
+
+
+def test_a_worker_of_the_week_drains_for_as_long_as_its_longest_answer_takes() -> None:
+    """It was gone after 30 s, and its sequences were with the others at once, however long they were."""
+    random, short = np.random.default_rng(1), World.of()
+    for tokens in (OUTPUT_TOKENS, 8000.0):
+        world = replace(short, lengths=tuple(lengths_around(2000, tokens, hit_rate=HIT_RATE, cv=LENGTH_CV)))
+        fluid = Fluid(world, sequences=400.0)
+        worker, seconds = fluid.drain_decode(4), 0
+        assert (fluid.sequences, fluid.decoding.sequences) == (300.0, 400)
+        while fluid.draining:
+            fluid.step(0, 1, 3)
+            seconds += 1
+        sigma = math.sqrt(math.log1p(LENGTH_CV**2))
+        # Of those that decode now: the longer the likelier, and anywhere in it.
+        answers = tokens * np.exp(sigma * random.standard_normal((200, 100)) + sigma**2 / 2)
+        left = np.sort(answers * random.random(answers.shape))
+        cost, context = world.worker.cost, 2000 + tokens / 2
+        each = cost.decode_sequence_seconds + cost.decode_context_token_seconds * context
+        steps = cost.decode_base_seconds + each * np.arange(100, 0, -1)
+        ended = (np.diff(left, axis=1, prepend=0) * steps).sum(axis=1)
+        low, high = np.quantile(ended, [0.1, 0.9])
+        assert low < seconds < high
+        assert worker.is_gone
+        assert not fluid.cut
+
+
+def test_what_a_drain_cuts_is_no_attainment() -> None:
+    fluid = Fluid(World.of(), sequences=100.0, arrived=1000, kept=1000.0)
+    fluid.drain_decode(1).seconds_left = 1.0
+    fluid.step(0, 1, 1)
+    assert not fluid.draining
+    assert fluid.attainment == pytest.approx(1 - fluid.cut / 1000)
+    assert 50 < fluid.cut < 100
 
 
 def test_a_thousand_workers_are_decided_on() -> None:
