@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from cluster.autoscaler import Autoscaler, Seen
 from cluster.leased import Leased, leased_workers
-from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase, SetRole, flips
+from cluster.lifecycle import Desired, DesiredPool, ObservedWorker, Phase, SetRole
+from cluster.reconcile import flips
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.leased import Leased, leased_workers
+from cluster.lifecycle import Desired, ObservedWorker, Phase
 from cluster.planning.load import Worker
-from cluster.reconcile import Desired, ObservedWorker, Phase
 from cluster.router_reports import ended_routers, router_reports
 from cluster.scaling.decide import changes, decide
 from cluster.scaling.forecast import History

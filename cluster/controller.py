@@ -15,21 +15,10 @@ from typing import assert_never
 
 from cluster.autoscaler import Autoscaler, Seen
 from cluster.canary.control import Canary
+from cluster.lifecycle import Action, Desired, Drain, History, Observed, ObservedWorker, Phase, Remove, SetRole, Start
 from cluster.pools import WAITING, Addresses, RayPools
-from cluster.reconcile import (
-    Action,
-    Desired,
-    Drain,
-    History,
-    Observed,
-    ObservedWorker,
-    Phase,
-    Remove,
-    SetRole,
-    Start,
-    headless,
-    reconcile,
-)
+from cluster.reconcile import headless, reconcile
+from cluster.rollouts import Rollouts
 from cluster.specs import observed_worker, spec_of
 from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
 from cluster.worker_client import WorkerClient, WorkerReport, described
@@ -120,8 +109,9 @@ class Controller:
 
     def _needed(self, desired: Desired) -> list[Action]:
         scaling = self._config.autoscaling
-        budget = scaling.budget_gpus if scaling.scales else None
-        actions = reconcile(desired, self._observed(), self._clock.now(), budget)
+        budget, how = scaling.budget_gpus if scaling.scales else None, self._config.rollouts
+        rollouts = Rollouts(how.max_unavailable, how.max_surge, scaling.budget_gpus)
+        actions = reconcile(desired, self._observed(), self._clock.now(), budget, rollouts)
         return headless(actions, self._observed().workers) if self._pools.head_silent_seconds else actions
 
     async def _hear_notices(self, tasks: asyncio.TaskGroup) -> None:

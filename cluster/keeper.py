@@ -29,7 +29,7 @@ from cluster.canary.values import Phase as CanaryIs
 from cluster.canary.values import State as CanaryKnown
 from cluster.console.start import watching
 from cluster.launch import in_thread
-from cluster.reconcile import Phase
+from cluster.lifecycle import Phase
 from cluster.scaling_state import ScalingState
 from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, configured, control_state

@@ -25,7 +25,7 @@ from cluster.checks import (
 )
 from cluster.child import Child, end_leftovers
 from cluster.console.start import served
-from cluster.reconcile import Phase
+from cluster.lifecycle import Phase
 from cluster.session import Session, SessionFolder, remembered
 from cluster.state import ObservedState, configured, control_state
 from headrace.clock import SystemClock

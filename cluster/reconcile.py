@@ -18,175 +18,48 @@ several makes the beginning. In any case it is drained when no more than LAST_SE
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
-from headrace.values import STABLE, ParallelLayout, Role
+from cluster.lifecycle import (
+    Action,
+    Desired,
+    DesiredPool,
+    Drain,
+    History,
+    Observed,
+    ObservedWorker,
+    Phase,
+    Remove,
+    SetRole,
+    Start,
+    leave,
+    worker_id,
+)
+from cluster.rollouts import Rollouts, departures, misfits, num_beside, surge_gpus
+from headrace.values import Role
 
 START_SECONDS = 600.0
-STEADY_SECONDS = 60.0
-FIRST_DELAY_SECONDS = 0.5
-MAX_DELAY_SECONDS = 30.0
 LAST_SECONDS = 30.0
-FOUND_SECONDS = 10.0  # after it is ready, by when every router has found a worker and placed on it
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredPool:
-    """How many workers of which kind. `lent` of them serve the other one of prefill and decode, until they are needed here
-    again: they keep their slots, weights and caches. `revision`: of the settings that its workers are to have."""
-
-    role: Role
-    replicas: int
-    layout: ParallelLayout = field(default_factory=ParallelLayout)
-    lent: int = 0
-    revision: str = STABLE
-
-    @property
-    def num_gpus(self) -> int:
-        """Ranks, on CPUs."""
-        return self.replicas * self.layout.world_size
-
-    def lent_of(self, there: int) -> int:
-        """How many may be lent while only so many of the replicas are there: one stays, unless none was to."""
-        return min(self.lent, there if self.lent >= self.replicas else max(there - 1, 0))
+ONE_BY_ONE = Rollouts()
 
 
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """All pools by name. `trusted`: read from Redis as somebody wrote it, not rebuilt from the configuration."""
-
-    pools: Mapping[str, DesiredPool]
-    trusted: bool = True
-
-
-class Phase(StrEnum):
-    """Where a worker is in its life. DRAINED and DEAD workers serve nothing and wait to be removed."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    DRAINED = "drained"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedWorker:
-    """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock.
-    `pending`: it starts, and has no room in the cluster yet. `leaves_at`: when its node is taken away, by that clock."""
-
-    pool: str
-    index: int
-    generation: int
-    role: Role
-    layout: ParallelLayout
-    phase: Phase
-    since: float
-    reason: str = ""
-    pending: bool = False
-    leaves_at: float | None = None
-    revision: str = STABLE
-
-    @property
-    def worker_id(self) -> str:
-        return worker_id(self.pool, self.index)
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """What is remembered of a slot: the last generation it had, how often it failed in a row, and why it last did."""
-
-    generation: int = 0
-    failures: int = 0
-    failed_at: float = 0.0
-    reason: str = ""
-
-    def started(self, generation: int) -> "History":
-        return replace(self, generation=generation)
-
-    def failed(self, now: float, ready_seconds: float, reason: str) -> "History":
-        """One more failure in a row, or the first one when the worker had served for STEADY_SECONDS."""
-        failures = 1 if ready_seconds >= STEADY_SECONDS else self.failures + 1
-        return History(self.generation, failures, now, reason)
-
-    def served(self, ready_seconds: float) -> "History":
-        """It ended in order: whoever had served for STEADY_SECONDS takes the failures before that with it."""
-        return replace(self, failures=0) if ready_seconds >= STEADY_SECONDS else self
-
-    @property
-    def not_before(self) -> float:
-        """When the slot may start again."""
-        if not self.failures:
-            return float("-inf")
-        return self.failed_at + min(FIRST_DELAY_SECONDS * 2.0 ** min(self.failures - 1, 32), MAX_DELAY_SECONDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """All workers that exist in any phase, and the history of every slot that ever had one (by worker id)."""
-
-    workers: Sequence[ObservedWorker]
-    history: Mapping[str, History] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    pool: str
-    index: int
-    generation: int
-    role: Role
-    layout: ParallelLayout
-    revision: str = STABLE
-
-    @property
-    def worker_id(self) -> str:
-        return worker_id(self.pool, self.index)
-
-
-@dataclass(frozen=True, slots=True)
-class SetRole:
-    """The worker keeps its weights and its cache, and serves the other role."""
-
-    worker_id: str
-    generation: int
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Refuse new work, finish what runs; the worker is DRAINED afterwards."""
-
-    worker_id: str
-    generation: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """End all ranks, give their resources back, and forget the worker. `failed`: its slot waits before it starts again."""
-
-    worker_id: str
-    generation: int
-    why: str
-    failed: bool = False
-
-
-Action = Start | SetRole | Drain | Remove
-
-
-def worker_id(pool: str, index: int) -> str:
-    return f"{pool}-{index}"
-
-
-def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int | None = None) -> list[Action]:
+def reconcile(
+    desired: Desired,
+    observed: Observed,
+    now: float,
+    budget_gpus: int | None = None,
+    rollouts: Rollouts = ONE_BY_ONE,
+) -> list[Action]:
     """The actions that bring `observed` nearer to `desired`: removals first, starts last, those that need the most of one
     node before those that fit anywhere. None are needed when it returns none. `budget_gpus` bounds what starts in the place
-    of workers that still hold theirs."""
+    of workers that still hold theirs; `rollouts`, who goes for another layout or other settings."""
     actions: list[Action] = []
     starts: list[Start] = []
     actions += _removals(observed.workers, now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
-    serving = {(worker.role, worker.revision) for worker in observed.workers if _is_found(worker, now)}
+    serving = {(worker.role, worker.revision) for worker in observed.workers if worker.is_found(now)}
+    beside_gpus = surge_gpus(desired, [its for its in observed.workers if its.worker_id not in gone], rollouts)
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
         workers = [worker for worker in observed.workers if worker.pool == pool]
         staying = [
@@ -197,7 +70,7 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
             and worker.leaves_at is None
         ]
         target = desired.pools.get(pool)
-        num_found = sum(_is_found(worker, now) for worker in staying)
+        num_found = sum(worker.is_found(now) for worker in staying)
         needed = not desired.trusted or (target is not None and num_found < target.replicas)
         leaving = [worker for worker in workers if worker.leaves_at is not None and worker.worker_id not in gone]
         here = {(worker.role, worker.revision) for worker in leaving}
@@ -213,13 +86,23 @@ def reconcile(desired: Desired, observed: Observed, now: float, budget_gpus: int
         actions += _departures(leaving, replaced, spare, now)
         if target is None:
             if desired.trusted:
-                actions += [_leave(worker, "its pool is not wanted any more") for worker in staying]
+                actions += [leave(worker, "its pool is not wanted any more") for worker in staying]
             continue
-        surplus = _surplus(staying, target) if desired.trusted else []
-        actions += [_leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
+        surplus = _surplus(staying, target, rollouts) if desired.trusted else []
+        actions += [leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
         kept = [worker for worker in staying if worker not in surplus]
-        actions += _reshapes(kept, target, desired.trusted)
-        starts += _starts(pool, target, kept, workers, observed.history, now, free)
+        if desired.trusted:
+            actions += [*_flips(kept, target), *departures(kept, target, rollouts, now)]
+        starting = _starts(pool, target, kept, workers, observed.history, now, free)
+        starts += starting
+        if desired.trusted and rollouts.max_surge:
+            number = num_beside(kept, workers, len(starting), target, rollouts, beside_gpus)
+            taken = {worker.index for worker in workers if worker.worker_id not in gone}
+            slots = _lowest(number, taken | {start.index for start in starting})
+            free_slots = [index for index in slots if worker_id(pool, index) not in gone]
+            starts += _in_slots(pool, target, free_slots, observed.history, now)
+            if beside_gpus is not None:
+                beside_gpus -= number * target.layout.world_size
     return [*actions, *sorted(starts, key=lambda start: -start.layout.tp)]
 
 
@@ -248,11 +131,6 @@ def _removals(workers: Sequence[ObservedWorker], now: float) -> list[Action]:
     return removals
 
 
-def _is_found(worker: ObservedWorker, now: float) -> bool:
-    """Whether it stays, and routers place on it by now."""
-    return worker.phase is Phase.READY and worker.leaves_at is None and now - worker.since >= FOUND_SECONDS
-
-
 def _several(leaving: Sequence[ObservedWorker]) -> set[tuple[Role, str]]:
     """What more than one of them serve."""
     serve = Counter((worker.role, worker.revision) for worker in leaving if worker.phase is Phase.READY)
@@ -269,48 +147,34 @@ def _departures(
     for worker in sorted(leaving, key=lambda worker: (worker.leaves_at or 0.0, worker.index)):
         match worker.phase:
             case Phase.STARTING:
-                actions.append(_leave(worker, worker.reason))
+                actions.append(leave(worker, worker.reason))
             case Phase.READY if (worker.leaves_at or 0.0) - now <= LAST_SECONDS or (
                 spare > 0 and (worker.role, worker.revision) in replaced
             ):
-                actions.append(_leave(worker, worker.reason))
+                actions.append(leave(worker, worker.reason))
                 spare -= 1
             case _:
                 pass
     return actions
 
 
-def _leave(worker: ObservedWorker, why: str) -> Action:
-    """A worker that serves is drained first; one that never was ready holds nothing."""
-    if worker.phase is Phase.STARTING:
-        return Remove(worker.worker_id, worker.generation, why)
-    return Drain(worker.worker_id, worker.generation, why)
-
-
-def _surplus(staying: list[ObservedWorker], target: DesiredPool) -> list[ObservedWorker]:
-    """Those beyond the wanted number: first who is not ready yet, then who would have to change its role to stay; of equals
-    the highest index."""
+def _surplus(staying: list[ObservedWorker], target: DesiredPool, rollouts: Rollouts) -> list[ObservedWorker]:
+    """Those beyond the wanted number: first who is not ready yet, then who is to be replaced anyway, then who would have to
+    change its role to stay; of equals the highest index."""
+    old = misfits(staying, target)
     by_index = sorted(staying, key=lambda worker: -worker.index)
     ready = [worker for worker in by_index if worker.phase is Phase.READY]
     other = [worker for worker in ready if worker.role is not target.role]
-    too_many = max(len(other) - target.lent, 0)
+    too_many_lent = max(len(other) - target.lent, 0)
     order = [worker for worker in by_index if worker.phase is not Phase.READY]
-    order += [*other[:too_many], *(worker for worker in ready if worker.role is target.role), *other[too_many:]]
-    return order[: max(len(staying) - target.replicas, 0)]
-
-
-def _reshapes(kept: list[ObservedWorker], target: DesiredPool, trusted: bool) -> list[Action]:
-    """Roles flip in place. Another layout, or other settings, need another worker: one at a time, while all others of the
-    pool serve."""
-    actions: list[Action] = list(_flips(kept, target)) if trusted else []
-    misfits = [worker for worker in kept if (worker.layout, worker.revision) != (target.layout, target.revision)]
-    starting = [worker for worker in misfits if worker.phase is Phase.STARTING]
-    whole = len(kept) == target.replicas and all(worker.phase is Phase.READY for worker in kept)
-    if trusted and (starting or (misfits and whole)):
-        worker = max(starting or misfits, key=lambda worker: worker.index)
-        ours, theirs = (f"{its.layout}, revision {its.revision}" for its in (worker, target))
-        actions.append(_leave(worker, f"its pool is {theirs} now, it is {ours}"))
-    return actions
+    serving = [
+        *other[:too_many_lent],
+        *(worker for worker in ready if worker.role is target.role),
+        *other[too_many_lent:],
+    ]
+    order += sorted(serving, key=lambda worker: worker not in old)
+    too_many = len(staying) - target.replicas - min(rollouts.max_surge, len(old), target.replicas)
+    return order[: max(too_many, len(old) - target.replicas, 0)]
 
 
 def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
@@ -358,14 +222,24 @@ def _starts(
     indices = {worker.index for worker in kept} | leaving
     held = {worker.index for worker in workers}
     missing = max(target.replicas - len(kept), 0)
-    early = min(missing, len(leaving))
     if free_gpus is not None:
-        room = free_gpus // target.layout.world_size - (missing - early)
-        missing -= early - min(max(room, 0), early)
-    free = [index for index in range(len(indices) + missing) if index not in indices][:missing]
-    starts: list[Start] = []
-    for index in free:
-        past = history.get(worker_id(pool, index), History())
-        if index not in held and now >= past.not_before:
-            starts.append(Start(pool, index, past.generation + 1, target.role, target.layout, target.revision))
-    return starts
+        missing = min(missing, max(free_gpus, 0) // target.layout.world_size)
+    free = [index for index in _lowest(missing, indices) if index not in held]
+    return _in_slots(pool, target, free, history, now)
+
+
+def _lowest(number: int, taken: Set[int]) -> list[int]:
+    """So many slots that are not taken."""
+    return [index for index in range(len(taken) + number) if index not in taken][:number]
+
+
+def _in_slots(
+    pool: str, target: DesiredPool, indices: Sequence[int], history: Mapping[str, History], now: float
+) -> list[Start]:
+    """Of the slots those that wait for nothing after a failure."""
+    past = {index: history.get(worker_id(pool, index), History()) for index in indices}
+    return [
+        Start(pool, index, its.generation + 1, target.role, target.layout, target.revision)
+        for index, its in past.items()
+        if now >= its.not_before
+    ]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError, WatchError
 
-from cluster.reconcile import Desired
+from cluster.lifecycle import Desired
 from cluster.scaling.forecast import Arrivals
 from cluster.scaling.values import Recorded
 from cluster.state import decode_desired, encode_desired, text

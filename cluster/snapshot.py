@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.leased import Leased, leased_workers
-from cluster.reconcile import Phase
+from cluster.lifecycle import Phase
 from cluster.session import Session
 from cluster.state import ControlState, ObservedState, WorkerRecord
 from cluster.worker_client import WorkerClient, WorkerReport

@@ -3,8 +3,8 @@
 import secrets
 
 from cluster.canary.control import Canary
+from cluster.lifecycle import ObservedWorker, Phase, Start
 from cluster.pools import Adopted
-from cluster.reconcile import ObservedWorker, Phase, Start
 from cluster.worker_client import WorkerReport
 from headrace.config import ClusterConfig
 from headrace.values import STABLE, Role

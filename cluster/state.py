@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from cluster.reconcile import Desired, DesiredPool, History, ObservedWorker, Phase
+from cluster.lifecycle import Desired, DesiredPool, History, ObservedWorker, Phase
 from headrace.config import ClusterConfig
 from headrace.keys import Keys
 from headrace.store import Store, connect

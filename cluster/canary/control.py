@@ -12,8 +12,8 @@ from cluster.canary.evidence import fresh, heard
 from cluster.canary.store import CanaryState, Found
 from cluster.canary.values import Evidence, Phase, State, written
 from cluster.leased import leased_workers
-from cluster.reconcile import Desired, ObservedWorker
-from cluster.reconcile import Phase as WorkerPhase
+from cluster.lifecycle import Desired, ObservedWorker
+from cluster.lifecycle import Phase as WorkerPhase
 from cluster.router_reports import router_reports
 from headrace.config import ClusterConfig, EngineConfig, PoolConfig
 from headrace.revisions import Split

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from cluster.canary.evidence import begun, encode_sides
 from cluster.canary.judge import is_due, judge, said, smaller
 from cluster.canary.values import Event, Evidence, Judgement, Phase, State, Verdict
-from cluster.reconcile import Desired, DesiredPool, ObservedWorker
-from cluster.reconcile import Phase as WorkerPhase
+from cluster.lifecycle import Desired, DesiredPool, ObservedWorker
+from cluster.lifecycle import Phase as WorkerPhase
 from headrace.config import CanaryConfig
 from headrace.revisions import Split
 

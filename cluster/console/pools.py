@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.reconcile import Phase
+from cluster.lifecycle import Phase
 from cluster.state import WorkerRecord
 from cluster.worker_client import WorkerReport
 from headrace.values import BlockCounts

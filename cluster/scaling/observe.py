@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
+from cluster.lifecycle import Desired, DesiredPool, Phase
 from cluster.planning.load import Worker
-from cluster.reconcile import Desired, DesiredPool, Phase
 from cluster.scaling.values import Decoding, PoolRules, PoolSeen, Rules, Size
 from headrace.costmodel import CostModel
 from headrace.values import ParallelLayout, Role

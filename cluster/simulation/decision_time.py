@@ -13,8 +13,9 @@ import sys
 import time
 from dataclasses import replace
 
+from cluster.lifecycle import Desired, DesiredPool, Observed, ObservedWorker, Phase
 from cluster.planning.load import Worker
-from cluster.reconcile import Desired, DesiredPool, Observed, ObservedWorker, Phase, reconcile
+from cluster.reconcile import reconcile
 from cluster.scaling import needs
 from cluster.scaling.decide import decide
 from cluster.scaling.forecast import BUCKET_SECONDS, DAY, History

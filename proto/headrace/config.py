@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from headrace.config_rollouts import RolloutsConfig
 from headrace.config_section import Name, Section
 from headrace.config_tenants import AdmissionConfig, ServiceClassConfig, TenantConfig
 from headrace.values import ParallelLayout, Role
@@ -335,6 +336,7 @@ class ClusterConfig(Section):
     tenants: dict[Name, TenantConfig] = Field(default={})
     admission: AdmissionConfig = AdmissionConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     canary: CanaryConfig | None = Field(default=None, description="null: none")
     console: ConsoleConfig = ConsoleConfig()
     tracing: TracingConfig = TracingConfig()

@@ -36,6 +36,9 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
         _check_scaling(config, source)
     if config.canary is not None:
         check_canary(config, config.canary, source)
+    if not (config.rollouts.max_unavailable or config.rollouts.max_surge):
+        allowed = "at least 1, or rollouts.max_surge at least 1: nobody could be replaced"
+        raise ConfigError.out_of_range(f"{source}: rollouts.max_unavailable", 0, allowed)
     return config
 
 

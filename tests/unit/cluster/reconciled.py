@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from cluster.reconcile import (
+from cluster.lifecycle import (
+    FOUND_SECONDS,
     Action,
     Desired,
     DesiredPool,
@@ -16,8 +17,9 @@ from cluster.reconcile import (
     Remove,
     SetRole,
     Start,
-    reconcile,
 )
+from cluster.reconcile import reconcile
+from cluster.rollouts import Rollouts
 from headrace.values import ParallelLayout, Role
 
 ONE = ParallelLayout()
@@ -31,6 +33,7 @@ class World:
     now: float = 0.0
     workers: dict[str, ObservedWorker] = field(default_factory=dict)
     history: dict[str, History] = field(default_factory=dict)
+    rollouts: Rollouts = field(default_factory=Rollouts)
 
     @property
     def observed(self) -> Observed:
@@ -85,15 +88,15 @@ class World:
     def settle(self, desired: Desired) -> int:
         """Ticks until nothing is left to do, at most 64."""
         for tick in range(64):
-            actions = reconcile(desired, self.observed, self.now)
+            actions = reconcile(desired, self.observed, self.now, None, self.rollouts)
             staying = all(its.phase is Phase.READY and its.leaves_at is None for its in self.workers.values())
-            if not actions and staying:
+            if not actions and staying and all(its.is_found(self.now) for its in self.workers.values()):
                 waiting = [past.not_before for past in self.history.values() if past.not_before > self.now]
                 if not waiting:
                     return tick
             self.act(actions)
             self.progress()
-            self.now += 1.0
+            self.now += 1.0 if actions or not staying else FOUND_SECONDS
         raise AssertionError(f"never settled: {self.workers}")
 
 

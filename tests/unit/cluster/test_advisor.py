@@ -11,7 +11,7 @@ import pytest
 from cluster.advisor import Advisor, Elsewhere
 from cluster.autoscaler import Autoscaler
 from cluster.keeper import scrape_targets
-from cluster.reconcile import Desired, DesiredPool
+from cluster.lifecycle import Desired, DesiredPool
 from cluster.scaling_state import ScalingState
 from cluster.state import ControlState
 from headrace import wire

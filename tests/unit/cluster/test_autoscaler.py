@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from cluster.autoscaler import DRY_RUN, Autoscaler, Seen, at_work, member
 from cluster.commands import autoscale
-from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
+from cluster.lifecycle import Desired, DesiredPool, ObservedWorker, Phase
 from cluster.scaling_state import ScalingState
 from cluster.session import Session
 from cluster.state import ControlState

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.controller import LEAVE_SECONDS, Controller
+from cluster.lifecycle import STEADY_SECONDS, Desired, DesiredPool, History, Phase
 from cluster.pools import Addresses, Adopted
-from cluster.reconcile import STEADY_SECONDS, Desired, DesiredPool, History, Phase
 from cluster.state import ControlState, configured
 from cluster.worker_client import WorkerClient, WorkerReport
 from headrace.clock import Clock, ManualClock, SystemClock

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.reconcile import (
+from cluster.lifecycle import (
     MAX_DELAY_SECONDS,
-    START_SECONDS,
     STEADY_SECONDS,
     Desired,
     DesiredPool,
@@ -20,11 +19,13 @@ from cluster.reconcile import (
     Remove,
     SetRole,
     Start,
-    headless,
-    reconcile,
 )
+from cluster.reconcile import START_SECONDS, headless, reconcile
+from cluster.rollouts import Rollouts
 from headrace.values import ParallelLayout, Role
 from tests.unit.cluster.reconciled import ONE, TWO, World, settled
+
+ROLLOUTS = [Rollouts(), Rollouts(0, 1), Rollouts(1, 2), Rollouts(3, 0)]
 
 
 def pools(draw: st.DrawFn) -> dict[str, DesiredPool]:
@@ -58,8 +59,9 @@ def worlds(draw: st.DrawFn, *, notices: bool = False) -> World:
     return world
 
 
-@given(world=worlds(notices=True), desired=desired_states)
-def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) -> None:
+@given(world=worlds(notices=True), desired=desired_states, rollouts=st.sampled_from(ROLLOUTS))
+def test_every_world_settles_at_what_is_desired(world: World, desired: Desired, rollouts: Rollouts) -> None:
+    world.rollouts = rollouts
     world.settle(desired)
     for name, pool in desired.pools.items():
         workers = [worker for worker in world.workers.values() if worker.pool == name]
@@ -69,7 +71,7 @@ def test_every_world_settles_at_what_is_desired(world: World, desired: Desired) 
         assert sorted(worker.role for worker in workers) == sorted(roles)
     assert all(worker.pool in desired.pools for worker in world.workers.values())
     assert all(worker.leaves_at is None for worker in world.workers.values())
-    assert reconcile(desired, world.observed, world.now) == []
+    assert reconcile(desired, world.observed, world.now, None, rollouts) == []
 
 
 @given(world=worlds(), desired=desired_states)

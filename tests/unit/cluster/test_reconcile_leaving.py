@@ -2,17 +2,8 @@
 
 from dataclasses import replace
 
-from cluster.reconcile import (
-    FOUND_SECONDS,
-    LAST_SECONDS,
-    Desired,
-    DesiredPool,
-    Drain,
-    Phase,
-    Remove,
-    Start,
-    reconcile,
-)
+from cluster.lifecycle import FOUND_SECONDS, Desired, DesiredPool, Drain, Phase, Remove, Start
+from cluster.reconcile import LAST_SECONDS, reconcile
 from headrace.values import Role
 from tests.unit.cluster.reconciled import ONE, World, settled
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from cluster.reconcile import Desired, DesiredPool, ObservedWorker, Phase
+from cluster.lifecycle import Desired, DesiredPool, ObservedWorker, Phase
 from cluster.state import (
     ControlState,
     ObservedState,

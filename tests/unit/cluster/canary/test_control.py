@@ -13,8 +13,9 @@ from cluster.canary.control import SETTLED_SECONDS, Canary, begin
 from cluster.canary.store import CanaryState, Found, encode_state
 from cluster.canary.values import Phase, State, written
 from cluster.controller import Controller
+from cluster.lifecycle import Desired, DesiredPool, Observed, ObservedWorker, Start
 from cluster.pools import Addresses, Progress
-from cluster.reconcile import Desired, DesiredPool, Observed, ObservedWorker, Start, reconcile
+from cluster.reconcile import reconcile
 from cluster.state import ControlState, configured
 from headrace.clock import SystemClock
 from headrace.config import AutoscalingConfig, CanaryConfig, ClusterConfig, EngineConfig, PoolConfig

@@ -8,8 +8,8 @@ from cluster.canary.decide import Seen, split_of, turn, with_canary
 from cluster.canary.evidence import decode_evidence, decode_sides, encode_evidence
 from cluster.canary.judge import judge
 from cluster.canary.values import Evidence, Phase, written
-from cluster.reconcile import Desired, DesiredPool
-from cluster.reconcile import Phase as WorkerPhase
+from cluster.lifecycle import Desired, DesiredPool
+from cluster.lifecycle import Phase as WorkerPhase
 from headrace.config import PoolConfig
 from headrace.revisions import Split
 from headrace.values import Role

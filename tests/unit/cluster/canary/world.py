@@ -5,8 +5,8 @@ from random import Random
 
 from cluster.canary.decide import Seen
 from cluster.canary.values import Evidence, Phase, State, written
-from cluster.reconcile import ObservedWorker
-from cluster.reconcile import Phase as WorkerPhase
+from cluster.lifecycle import ObservedWorker
+from cluster.lifecycle import Phase as WorkerPhase
 from headrace.config import CanaryConfig, PoolConfig
 from headrace.reports import RevisionCounts, bucket_of
 from headrace.values import ParallelLayout, Role

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.reconcile import Desired, DesiredPool, Phase
+from cluster.lifecycle import Desired, DesiredPool, Phase
 from cluster.scaling.decide import decide
 from cluster.scaling.in_flight import in_flight
 from cluster.scaling.observe import Member, observe

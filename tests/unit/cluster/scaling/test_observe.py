@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from cluster.lifecycle import Desired, DesiredPool, Phase
 from cluster.planning.load import Worker
-from cluster.reconcile import Desired, DesiredPool, Phase
 from cluster.scaling.decide import decide
 from cluster.scaling.observe import Member, observe
 from cluster.scaling.values import Inputs, Size

@@ -1,0 +1,77 @@
+"""How many workers of a pool are replaced at a time, where its layout or its settings change: Kubernetes' maxUnavailable
+and maxSurge. Pure; `cluster.reconcile` asks.
+
+    drains   so many that `replicas` − max_unavailable others serve; who drains takes nothing new
+    surges   as long as old ones are there, or drain, no more than `replicas` + max_surge workers hold GPUs
+
+A pool of N takes N ÷ (max_unavailable + max_surge) rounds of a drain and a start.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.lifecycle import Action, Desired, DesiredPool, ObservedWorker, Phase, leave
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """`budget_gpus`: of all pools together; what surges fits into it beside all that pools hold or are to hold."""
+
+    max_unavailable: int = 1
+    max_surge: int = 0
+    budget_gpus: int | None = None
+
+
+def misfits(workers: Sequence[ObservedWorker], target: DesiredPool) -> list[ObservedWorker]:
+    """Those of another layout, or with other settings: they need another worker in their place."""
+    return [worker for worker in workers if (worker.layout, worker.revision) != (target.layout, target.revision)]
+
+
+def departures(kept: Sequence[ObservedWorker], target: DesiredPool, rollouts: Rollouts, now: float) -> list[Action]:
+    """Of the old ones: who does not serve yet goes at once, of the others as many as the pool may be without. Where it may
+    be without none, a new one counts once routers had the time to find it."""
+    old = sorted(misfits(kept, target), key=lambda worker: -worker.index)
+    serving = [worker for worker in old if worker.phase is Phase.READY]
+    num_serving = sum(
+        worker.is_found(now) if not rollouts.max_unavailable else worker.phase is Phase.READY for worker in kept
+    )
+    going = [worker for worker in old if worker.phase is Phase.STARTING]
+    going += serving[: max(num_serving - (target.replicas - rollouts.max_unavailable), 0)]
+    theirs = f"{target.layout}, revision {target.revision}"
+    return [
+        leave(worker, f"its pool is {theirs} now, it is {worker.layout}, revision {worker.revision}")
+        for worker in going
+    ]
+
+
+def num_beside(
+    kept: Sequence[ObservedWorker],
+    workers: Sequence[ObservedWorker],
+    num_starting: int,
+    target: DesiredPool,
+    rollouts: Rollouts,
+    free_gpus: int | None,
+) -> int:
+    """How many new ones start beside the old ones, those of its `workers` that are `kept` and those that drain.
+    `num_starting` start by themselves now; who is missing for another reason than that an old one drains does sooner or
+    later."""
+    draining = [worker for worker in workers if worker.phase is Phase.DRAINING and worker.leaves_at is None]
+    num_staying, num_leaving = len(misfits(kept, target)), len(misfits(draining, target))
+    if not (num_staying or num_leaving):
+        return 0
+    num_new = len(kept) - num_staying + max(target.replicas - len(kept) - num_leaving, num_starting)
+    num_holding = num_staying + num_leaving + num_new
+    number = min(target.replicas - num_new, rollouts.max_surge - max(num_holding - target.replicas, 0))
+    return max(number if free_gpus is None else min(number, free_gpus // target.layout.world_size), 0)
+
+
+def surge_gpus(desired: Desired, workers: Sequence[ObservedWorker], rollouts: Rollouts) -> int | None:
+    """What the budget leaves beside all that pools hold, or are to hold."""
+    if rollouts.budget_gpus is None:
+        return None
+    held = Counter[str]()
+    for worker in workers:
+        held[worker.pool] += worker.layout.world_size
+    taken = held | Counter({name: pool.num_gpus for name, pool in desired.pools.items()})  # of each pool the most
+    return max(rollouts.budget_gpus - taken.total(), 0)
