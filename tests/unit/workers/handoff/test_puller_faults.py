@@ -148,6 +148,25 @@ async def test_with_digests_a_block_that_came_as_something_else_is_named_and_pla
         await both_idle(prefill, decode)
 
 
+async def test_a_hand_off_for_which_no_block_becomes_free_is_computed_here_and_nobody_is_asked() -> None:
+    quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2})
+    asked = a_request(length=30, max_tokens=7)
+    async with a_pair(decode_handoff=quick) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        prefill.executor.go_steps.clear()
+        answer = router.submit(replace(asked, prefill=prefill.target))
+        while not prefill.worker.num_requests:
+            await prefill.worker.changed()
+        await decode.faults(Fault(point="pool", action="shrink", at=1))
+        prefill.executor.go_steps.set()
+        while decode.worker.load().claimed_tokens:
+            await decode.worker.changed()
+        await decode.faults()
+        got = await answer.end()
+        assert said(got)[0] == said(await answer_alone(asked))[0]  # type: ignore[index]
+        assert (got.lost, got.timeline and got.timeline.prefill_worker) == ([], "")
+        await both_idle(prefill, decode)
+
+
 async def test_a_router_that_says_nothing_leaves_the_request_to_be_computed_here() -> None:
     quick = HANDOFF.model_copy(update={"transfer_seconds": 0.2})
     asked = a_request(length=30, max_tokens=40)

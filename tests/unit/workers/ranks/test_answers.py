@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.errors import InternalError, WorkerLost
+from headrace.errors import InternalError, LinkClosed, WorkerLost
 from workers.ranks.answers import Answers
 from workers.ranks.messages import Stepped
 from workers.scheduling.plan import StepResult
@@ -42,6 +42,25 @@ def test_a_step_that_nobody_has_a_result_of_is_an_error_for_the_worker_and_for_w
     with pytest.raises(InternalError, match="plan 1"):
         answers.stepped(1, Stepped(1, None, 0.5), 1.0)
     assert isinstance(future.exception(), WorkerLost)
+
+
+def test_a_task_is_over_when_every_rank_has_said_its_part_and_an_error_of_one_is_its_outcome() -> None:
+    """A pull that counted as over with the first rank would free blocks that the second still writes."""
+    answers = two_ranks()
+    task, future = answers.begin_task(sorted)
+    answers.answered(1, task, "b")
+    assert not future.done()
+    answers.answered(0, task, "a")
+    assert future.result(0) == ["a", "b"]
+
+    def refuse(parts: list[str]) -> None:
+        raise LinkClosed(f"of {len(parts)}")
+
+    task, failing = answers.begin_task(refuse)
+    for rank in (0, 1):
+        answers.answered(rank, task, "part")
+    with pytest.raises(LinkClosed, match="of 2"):
+        failing.result(0)
 
 
 def test_the_first_step_after_an_idle_hour_is_not_late() -> None:
