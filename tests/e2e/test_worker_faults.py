@@ -229,16 +229,21 @@ async def test_a_decode_worker_stopped_in_mid_pull_and_woken_after_every_deadlin
 async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time(
     pair: Pair, checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
+    """Frozen in mid-pull, or before. It wakes after every deadline, when what it was to be read into is others'."""
     async with (
         a_worker_process(checkpoint, tmp_path, "frozen", "--role", "prefill", *OPTIONS, forked=True) as prefill,
         pair.session() as router,
     ):
         warm = await router.submit(replace(request("warm"), prefill=prefill.target)).end()
         assert warm.error is None
+        await faults(pair.decode, PHASES["in mid-chunk"].fault)
+        answers = [router.submit(replace(request("pulled"), prefill=prefill.target))]
+        await reach(PHASES["in mid-chunk"], pair.decode, prefill, answers[0])
         await faults(prefill, Fault(point="step", action="pause"))
-        answers = [router.submit(replace(request(f"f{i}"), prefill=prefill.target)) for i in range(3)]
+        answers += [router.submit(replace(request(f"f{i}"), prefill=prefill.target)) for i in range(3)]
         await router.ping()
         prefill.process.send_signal(signal.SIGSTOP)
+        await faults(pair.decode)
         async with asyncio.timeout(10):
             for answer in answers:
                 await answer.until(lambda answer: answer.lost)
@@ -246,11 +251,16 @@ async def test_case_08_a_prefill_worker_that_is_frozen_costs_a_request_only_time
                 assert (await answer.end()).error is None
         assert (await router.submit(request("fa")).end()).error is None
         await free_again(pair.decode)
-        prefill.process.send_signal(signal.SIGCONT)  # after every deadline: it hurts nobody, and serves again
+        others = [await router.submit(request(f"other{number}")).end() for number in range(7)]
+        prefill.process.send_signal(signal.SIGCONT)
         await faults(prefill)
         await free_again(prefill)
         woken = await router.submit(replace(request("warm"), key=RequestKey("woken"), prefill=prefill.target)).end()
         assert (woken.tokens, woken.lost) == (warm.tokens, [])
+        for number, other in enumerate(others):
+            prompt = request(f"other{number}")
+            again = await router.submit(replace(prompt, key=RequestKey(f"again{number}"))).end()
+            assert (again.tokens, again.usage and again.usage.cached_tokens) == (other.tokens, 56)
 
 
 async def test_case_13_a_transfer_that_fails_at_a_block_is_told_and_placed_again(
