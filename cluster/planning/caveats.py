@@ -15,6 +15,8 @@ from cluster.planning.settle import Settled
 from cluster.planning.shapes import SERVED, ModelSpec, Precision
 from cluster.planning.traffic import Traffic
 
+SURE_SCV = 2.0  # of arrivals, up to which predictions were held against simulations
+FEWEST_BURSTS = 40  # in a run that says anything of them, as of requests
 DOUBT = 0.15  # between predicted and simulated, from which on it is said
 
 
@@ -150,6 +152,8 @@ def _longer_with_more(chosen: Settled, fewer: Simulated, more: Simulated | None)
         f"simulated TTFT p90 is {_with_chance(more)} with all workers and {_with_chance(fewer)} without the spare ones: "
         + ("more than chance makes of it" if beyond else "no more apart than by chance")
     )
+    if min(more.scale, fewer.scale) < 1:
+        return [f"{said}; each of its own small part of the pools, which queues more than the whole does"]
     if chosen.option.kind == "aggregated":
         said += (
             "; more unified workers shorten TPOT rather than TTFT: placement has a prompt wait behind another one where "
@@ -160,6 +164,22 @@ def _longer_with_more(chosen: Settled, fewer: Simulated, more: Simulated | None)
 
 def _with_chance(found: Simulated) -> str:
     return f"{found.ttft_seconds['p90'] * 1e3:.0f} ± {found.ttft_p90_deviation * 1e3:.0f} ms"
+
+
+def _bursts(asked: PlanAsked, chosen: Settled, scv: float) -> list[str]:
+    """Arrivals of so much burstiness come about as many at a time: a run is as sure as the bursts in it are many."""
+    if not chosen.rounds:
+        said = (
+            f"burstiness {scv:.3g}: waits were held against simulations up to {SURE_SCV:g}, and nothing was simulated"
+        )
+        return [said] if scv > SURE_SCV else []
+    number = chosen.rounds[-1].simulated.num_requests
+    if asked.traffic.trace is not None or number >= FEWEST_BURSTS * scv:
+        return []
+    return [
+        f"burstiness {scv:g}: {number} simulated requests are about {max(number / scv, 1):.0f} bursts, too few to tell: "
+        f"raise simulate.requests to {math.ceil(FEWEST_BURSTS * scv):,}"
+    ]
 
 
 def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:
@@ -185,9 +205,13 @@ def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Pr
             f"serves {', '.join(SERVED)}"
         )
     if traffic.num_too_long:
+        share = traffic.num_too_long / traffic.num_seen
         found.append(
-            f"{traffic.num_too_long} requests are longer than the context and would be refused: not planned for"
+            f"{traffic.num_too_long} of {traffic.num_seen} requests ({share:.1%}) are longer than the context and would be "
+            f"refused: not planned for; those that fit are of {traffic.input_tokens:.0f} + {traffic.output_tokens:.0f} "
+            "tokens"
         )
+    found += _bursts(asked, chosen, traffic.peak.gap_scv)
     if chosen.full is not None:
         for name, ours, theirs in (
             ("TTFT p50", prediction.ttft_seconds["p50"], chosen.full.ttft_seconds.get("p50", 0.0)),

@@ -27,7 +27,8 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 1e-3, 1e10  # of a trace whose timestamps ar
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """`by_hour`: requests a second in each hour of a day; `peak`: the load that pools are sized for, without headroom.
-    `rows` is what a simulation replays, at whatever rate, `redrawn` what it might have been; `about` says it in a line."""
+    `rows` is what a simulation replays, at whatever rate, `redrawn` what it might have been; `about` says it in a line.
+    `num_too_long` of `num_seen` requests do not fit the context, and are in none of it."""
 
     peak: Load
     by_hour: Sequence[float]
@@ -36,6 +37,7 @@ class Traffic:
     assumptions: tuple[str, ...]
     longest_tokens: int
     num_too_long: int = 0
+    num_seen: int = 0
     redrawn: tuple[Sequence[TraceRow], ...] = ()
 
     @property
@@ -129,11 +131,14 @@ def _made(asked: TrafficAsked, max_context_tokens: int, num_rows: int, seed: int
     if not num_too_long:
         lengths = _to_means(lengths, *wanted, hit_rate)
     source = "" if asked.burstiness else ": burstiness was not given"
+    peak = Load(max(by_hour), lengths, scv)
+    means = [peak.mean(lambda length: length.input_tokens), peak.mean(lambda length: length.output_tokens)]
+    cached = peak.mean(lambda length: length.cached_tokens) / means[0]
     return Traffic(
-        peak=Load(max(by_hour), lengths, scv),
+        peak=peak,
         by_hour=by_hour,
         rows=rows,
-        about=f"made: {wanted[0]:.0f} tokens in, {wanted[1]:.0f} out, {hit_rate:.0%} cached",
+        about=f"made: {means[0]:.0f} tokens in, {means[1]:.0f} out, {cached:.0%} cached",
         assumptions=(
             f"lengths are log-normal (cv {asked.input_tokens.cv:g} and {asked.output_tokens.cv:g}), independent",
             f"arrivals within an hour: gaps of a Gamma distribution, scv {scv:g}{source}",
@@ -144,6 +149,7 @@ def _made(asked: TrafficAsked, max_context_tokens: int, num_rows: int, seed: int
         ),
         longest_tokens=max(row.input_tokens + row.output_tokens for row in rows),
         num_too_long=num_too_long,
+        num_seen=len(rows) + num_too_long,
     )
 
 
@@ -243,6 +249,7 @@ def _of_trace(asked: TrafficAsked, max_context_tokens: int) -> Traffic:
         ),
         longest_tokens=max(row.input_tokens + row.output_tokens for row in rows),
         num_too_long=num_too_long,
+        num_seen=len(every),
     )
 
 

@@ -229,6 +229,33 @@ def test_case_a_budget_is_kept_by_the_other_kind_where_one_outgrew_it(monkeypatc
         made(budget={"gpus": 8}, **QUICK)
 
 
+def test_case_requests_that_do_not_fit_are_said_with_what_is_planned_for_in_their_place() -> None:
+    """A plan for prompts of 100,000 tokens was one for 57,000: a quarter was dropped, and the plan said 100,000."""
+    long = with_traffic(input_tokens={"mean": 100_000}, requests_per_second=1.0)
+    found = made(**long, slo={"ttft_seconds": 60.0, "tpot_seconds": 0.05}, simulate={"requests": 0})
+    tokens = round(found.traffic.input_tokens)
+    assert tokens < 80_000
+    assert found.traffic.about.startswith(f"made: {tokens} tokens in")
+    (said,) = (warning for warning in found.warnings if "would be refused" in warning)
+    assert f"{found.traffic.num_too_long} of {128 + found.traffic.num_too_long} requests (" in said
+    assert f"those that fit are of {tokens} + " in said
+
+
+def test_case_a_run_with_a_handful_of_bursts_is_no_proof() -> None:
+    """With scv 1000 all requests of a run came at three times, one of them before it counted: whether it held was luck."""
+
+    def said(burstiness: float, requests: int) -> list[str]:
+        found = made(**with_traffic(burstiness=burstiness), simulate={"requests": requests})
+        return [warning for warning in found.warnings if warning.startswith("burstiness")]
+
+    assert said(3.0, 150) == []
+    (few,) = said(50.0, 150)
+    assert few.endswith("too few to tell: raise simulate.requests to 2,000")
+    (unseen,) = said(50.0, 0)
+    assert "nothing was simulated" in unseen
+    assert said(2.0, 0) == []
+
+
 def test_a_clusters_file_is_named_as_one() -> None:
     with pytest.raises(ConfigError, match=r"cluster's file.*examples/plan\.yaml"):
         asked.parse({"model": "a", "pools": {}})
