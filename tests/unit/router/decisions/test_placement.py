@@ -56,6 +56,8 @@ def test_case_37_a_hot_prefix_does_not_draw_everything_to_one_worker() -> None:
         assert prefill is not None
         waiting[prefill] += 4 if prefill == "p1" else 4100
     assert waiting["p2"] == waiting["p3"] == 0
+    behind = p("p1", load=Load(waiting_prefill_tokens=5000))
+    assert placed(ask, behind, p("p2"), BUSY_DECODE) == ("d", "p2"), "all of the prompt is computed sooner elsewhere"
     for _ in range(60):  # cold prompts beside: they balance
         view = [p(name, load=Load(waiting_prefill_tokens=tokens)) for name, tokens in waiting.items()]
         _, prefill = placed(ASK, *view, BUSY_DECODE)

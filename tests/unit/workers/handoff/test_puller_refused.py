@@ -12,6 +12,7 @@ from headrace.errors import (
     Overloaded,
 )
 from headrace.v1 import control_pb2
+from headrace.values import ParallelLayout
 from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
@@ -21,6 +22,8 @@ from tests.unit.workers.rig import (
     a_pair,
     a_request,
 )
+from workers.handoff.messages import PeerHello
+from workers.kv.layout import ModelShape
 
 Fault = control_pb2.Fault
 
@@ -45,6 +48,16 @@ async def test_case_61_unequal_workers_refuse_each_other_by_name(field: str) -> 
         await answer_to_peer_lost(router, answer, None)
         assert (await answer.end()).error is None
         assert prefill.executor.num_steps == 0
+
+
+def test_case_27_a_layout_that_cannot_be_read_is_refused_as_two_workers_meet() -> None:
+    shape = ModelShape(num_layers=2, num_kv_heads=4, head_dim=4, num_heads=28)
+    ours = PeerHello("d0", 1, COMPATIBILITY, ParallelLayout(2), 4, 2, ("memory://0", "memory://1"))
+    theirs = replace(ours, worker_id="p0", layout=ParallelLayout(7), endpoints=tuple(map(str, range(7))))
+    with pytest.raises(IncompatiblePeer) as caught:
+        ours.check_pair(theirs, shape)
+    assert (caught.value.numbers["field"], caught.value.numbers["value"]) == ("tp", "7")
+    ours.check_pair(replace(theirs, layout=ParallelLayout(1, 2), endpoints=ours.endpoints), shape)
 
 
 async def test_another_generation_at_the_address_is_not_the_worker_that_was_meant() -> None:

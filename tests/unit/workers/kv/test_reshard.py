@@ -117,6 +117,12 @@ def test_case_27_an_impossible_layout_is_refused_by_name_on_either_side(layout: 
         assert caught.value.numbers["field"] == field
 
 
+def test_case_27_attention_heads_that_divide_do_not_make_up_for_kv_heads_that_do_not() -> None:
+    shape = ModelShape(num_layers=4, num_kv_heads=4, head_dim=64, num_heads=28)
+    with pytest.raises(IncompatiblePeer, match="got 7"):
+        reshard_plan(shape, ParallelLayout(7, 1), ParallelLayout(1, 1))
+
+
 def test_replicas_of_four_times_the_heads_give_to_one_target_rank_each() -> None:
     shape = ModelShape(num_layers=2, num_kv_heads=2, head_dim=64, num_heads=8)
     plan = reshard_plan(shape, ParallelLayout(8, 1), ParallelLayout(8, 1))

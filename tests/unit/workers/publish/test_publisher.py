@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.blocks import BlockHasher
-from headrace.keys import Event, EventKind
+from headrace.keys import STREAM_MIN_BLOCKS, Event, EventKind
 from headrace.leases import parse_lease
 from headrace.store import Store
 from tests.unit.workers.publish.publishing import (
@@ -63,6 +63,17 @@ async def test_evicted_blocks_are_removed(redis: Any, store: Store) -> None:
     blocks, *_ = await in_redis(redis)
     assert len(blocks) == 54
     assert blocks == ledger.held
+
+
+async def test_case_38_the_stream_is_cut_to_what_it_is_to_keep(redis: Any, store: Store) -> None:
+    ledger = Ledger(1000)
+    publisher = a_publisher(store, ledger)
+    blocks = list(BlockHasher(revision="r", kv_format="f", block_size=1).chain(range(16_000)))
+    for first in range(0, len(blocks), 1000):
+        ledger.cache(*blocks[first : first + 1000])
+        await publisher.flush()
+    assert sum(batch.num_blocks for batch in await batches(redis)) <= STREAM_MIN_BLOCKS
+    assert (await in_redis(redis))[0] == ledger.held
 
 
 async def test_nothing_new_writes_nothing(redis: Any, store: Store) -> None:

@@ -1,5 +1,7 @@
 """The scheduler against an executor that believes nothing (tests.plan_checker): same answers, nothing lost."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -177,6 +179,23 @@ def test_a_second_request_starts_behind_what_is_cached_and_computes_at_least_one
     worker.check_answer(second)
     assert worker.outputs[second.key, 0][0].usage == Usage(8, 1, cached_tokens=4)
     assert worker.checker.num_tokens - before == 4 + 3
+
+
+def test_case_35_an_equal_prompt_of_another_salt_or_adapter_finds_nothing() -> None:
+    worker = CheckedWorker(NO_EOS)
+    plain = request("plain", 13)
+    others = [replace(plain, key=RequestKey(name), **{name: "x"}) for name in ("cache_salt", "adapter")]
+    for asked in (plain, *others, *(replace(each, key=RequestKey(f"{each.key.request_id} again")) for each in others)):
+        worker.scheduler.submit(asked, 0.0)
+        worker.run()
+        first, *_ = worker.outputs[asked.key, 0]
+        assert first.usage is not None
+        assert first.usage.cached_tokens == (12 if "again" in asked.key.request_id else 0), asked.key
+    adoption = worker.scheduler.adopting.begin(replace(plain, cache_salt="y"), 3)
+    assert adoption is not None
+    assert adoption.first == 0, "nor does what a decode worker offers of it"
+    worker.scheduler.adopting.finish(adoption, landed=False)
+    worker.check_empty()
 
 
 def test_output_is_cached_too_for_the_next_turn() -> None:
