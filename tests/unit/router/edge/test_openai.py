@@ -66,6 +66,15 @@ async def test_a_chat_stream_says_its_role_first_and_ends_with_done(client: http
     assert finishes == [None] * (len(chunks) - 1) + ["stop"]
 
 
+async def test_case_32_what_a_client_gives_the_template_reaches_it(client: httpx.AsyncClient, core: Scripted) -> None:
+    for given in ({}, {"add_generation_prompt": False}):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": given})
+        assert answer.status_code == 200
+        rendered = core.text.render(CHAT["messages"], None, given)
+        assert list(core.jobs[-1].prompt_token_ids) == core.text.encode(rendered, add_special_tokens=False)
+    assert core.jobs[-1].prompt_token_ids != core.jobs[-2].prompt_token_ids
+
+
 async def test_case_46_usage_of_a_stream_is_that_of_the_whole(client: httpx.AsyncClient, core: Scripted) -> None:
     core.cached_tokens = 3
     whole = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
