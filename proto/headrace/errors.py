@@ -40,6 +40,13 @@ class HeadraceError(Exception):
         return type(self).__name__
 
 
+class Amount(str):
+    """How much was given, where that says more than what it was: shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

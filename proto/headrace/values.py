@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from headrace.costmodel import CostModel
-from headrace.errors import InvalidRequest
+from headrace.errors import Amount, InvalidRequest
 
 PROTOCOL_VERSION = 2
 SLAB_VERSION = 1
@@ -113,30 +113,35 @@ class SamplingParams:
         _check("min_tokens", self.min_tokens, 0, self.max_tokens)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest.out_of_range(
-                "logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries"
+                "logit_bias", Amount(f"{len(self.logit_bias)} entries"), f"at most {MAX_LOGIT_BIAS} entries"
             )
         for token_id, bias in self.logit_bias:
-            _check("logit_bias token id", token_id, 0, 2**31 - 1)
+            _check_token("logit_bias", token_id, 2**31)
             _check(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest.out_of_range(
-                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS} ids"
+                "stop_token_ids", Amount(f"{len(self.stop_token_ids)} ids"), f"at most {MAX_STOP_TOKEN_IDS} ids"
             )
         for token_id in self.stop_token_ids:
-            _check("stop_token_ids", token_id, 0, 2**31 - 1)
+            _check_token("stop_token_ids", token_id, 2**31)
         if self.num_logprobs is not None:
             _check("logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """InvalidRequest when a token id that the parameters name is not in the vocabulary."""
         for token_id, _ in self.logit_bias:
-            _check("logit_bias token id", token_id, 0, vocab_size - 1)
+            _check_token("logit_bias", token_id, vocab_size)
         for token_id in self.stop_token_ids:
-            _check("stop_token_ids", token_id, 0, vocab_size - 1)
+            _check_token("stop_token_ids", token_id, vocab_size)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _check_token(name: str, token_id: int, vocab_size: int) -> None:
+    if type(token_id) is not int or not 0 <= token_id < vocab_size:
+        raise InvalidRequest.out_of_range(name, token_id, f"of token ids from 0 to {vocab_size - 1}")
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -176,7 +181,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
-            raise InvalidRequest.out_of_range("prompt", "no tokens", "at least 1 token")
+            raise InvalidRequest.out_of_range("prompt", Amount("no tokens"), "at least 1 token")
         _check("n", self.n, 1, MAX_SAMPLES)
 
     @property

@@ -92,15 +92,16 @@ class WorkerView:
         info, load, cost, role = self.info, self.load, self.cost, self.role
         same, capacity = info.compatibility, info.capacity
         waiting_tokens, num_sequences = load.waiting_prefill_tokens, load.num_running + load.num_waiting
-        limit = -1 if self.draining else capacity.max_context_tokens
+        # A sequence's last token is never written: blocks hold one less than its context has.
+        held = min(capacity.max_context_tokens, capacity.num_blocks * same.block_size + 1)
         self.worker_id = info.worker_id
         self.prefills = role.prefills
         self.decodes = role.decodes
-        self.decode_limit = limit if self.decodes else -1
-        self.prefill_limit = limit if self.prefills else -1
+        self.decode_limit = held if self.decodes and not self.draining else -1
+        self.prefill_limit = capacity.max_context_tokens if self.prefills and not self.draining else -1
         self.max_num_seqs = capacity.max_num_seqs
         self.max_step_tokens = capacity.max_step_tokens
-        self.max_context_tokens = capacity.max_context_tokens
+        self.max_context_tokens = held
         self.compatibility, self.hash_class = _kind(same)
         self.free_tokens = self.free_blocks * same.block_size - load.claimed_tokens
         self.num_sequences = max(num_sequences, 0)

@@ -126,9 +126,10 @@ class Edge:
         it is nobody's."""
         return self._tenants[self._keyring.tenant(authorization)]
 
-    def new_id(self, client_id: str = "") -> str:
-        """The id of a request: the client's own, else a new one. Between processes it has a name of the router's."""
-        return check_client_id(client_id) or self._draw_id()
+    def new_id(self, client_id: str = "", field: str = "request_id") -> str:
+        """The id of a request: the client's own, from `field`, else a new one. Between processes it has a name of the
+        router's."""
+        return check_client_id(client_id, field) or self._draw_id()
 
     def now(self) -> float:
         """The router's clock: when a request is whole, its time begins."""

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.errors import HeadraceError, InternalError, InvalidRequest
+from headrace.errors import Amount, HeadraceError, InternalError, InvalidRequest
 from headrace.logs import serving
 from router.decisions.codec import encode
 from router.edge import sse
@@ -33,6 +33,7 @@ from router.edge.together import together
 from router.edge.validate import (
     CLASS_HEADER,
     CONVERSATION_HEADER,
+    ID_HEADER,
     REVISION_HEADER,
     TIMEOUT_HEADER,
     TRACE_HEADER,
@@ -181,6 +182,9 @@ class OpenAi:
         return await self._edge.parse(kind.parse, body, size=len(body))
 
     async def _body(self, request: Request) -> bytes:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise InvalidRequest.out_of_range("content-encoding", encoding, "absent: bodies are read as they are")
         declared = request.headers.get("content-length", "")
         if declared.isdigit():
             self._check_size(int(declared), declared)
@@ -306,18 +310,20 @@ class _Gate:
             await self._app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", "")
+        request_id = ""
         try:
-            request_id = self._edge.new_id(given)
+            request_id = self._edge.new_id(headers.get(ID_HEADER.encode(), ""), ID_HEADER)
             tenant = self._edge.authorise(headers.get(b"authorization"))
         except HeadraceError as error:
-            await error_response(error)(scope, receive, send)
+            refusal = error_response(error)
+            refusal.headers[ID_HEADER] = request_id or self._edge.new_id()
+            await refusal(scope, receive, send)
             return
         scope["headrace.request_id"], scope["headrace.tenant"] = request_id, tenant
         scope["headrace.served"] = served = Served()
         scope["headrace.trace"] = trace = self._edge.enter_trace(headers.get(b"traceparent", ""))
         serving(request_id, trace)
-        shown = [(b"x-request-id", (given or request_id).encode("latin-1"))]
+        shown = [(ID_HEADER.encode(), request_id.encode())]
         if trace is not None:
             shown.append((TRACE_HEADER.encode(), trace.traceparent.encode()))
 
@@ -334,7 +340,9 @@ def _prompts(prompt: Any) -> Sequence[Any]:
     """A string, a list of strings, a list of token ids, or a list of such lists: one prompt each."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > MAX_CHOICES:
-            raise InvalidRequest.out_of_range("prompt", f"{len(prompt)} prompts", f"at most {MAX_CHOICES} prompts")
+            raise InvalidRequest.out_of_range(
+                "prompt", Amount(f"{len(prompt)} prompts"), f"at most {MAX_CHOICES} prompts"
+            )
         return prompt
     return [prompt]
 

@@ -176,6 +176,8 @@ _JSON_NAMES = {
 def _translate(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])[:80]
+    if not field:  # a name that is no text has no place
+        return InvalidRequest(f"the name of a parameter must be Unicode text, got {str(first['input'])[:80]!r}")
     match first["type"]:
         case "missing":
             return InvalidRequest(f"{field} is required", field=field)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import LimitsConfig
-from headrace.errors import ContextLengthExceeded, InvalidRequest
+from headrace.errors import Amount, ContextLengthExceeded, InvalidRequest
 from headrace.tracing import MAX_TRACEPARENT_CHARACTERS, TraceContext
 from headrace.values import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SamplingParams
 from router.decisions.tenants import EVERYONE, MAX_PRIORITY, Tenancy, Tenant
 from router.jobs import Job, Served
 from router.text.served import ServedModel
 
+ID_HEADER = "x-request-id"  # gRPC: a field of the request
 TIMEOUT_HEADER, CLASS_HEADER = "x-headrace-timeout", "x-headrace-class"  # gRPC: metadata; a call has its own deadline
 CONVERSATION_HEADER, REVISION_HEADER = (
     "x-headrace-conversation",
@@ -208,15 +209,15 @@ def check_seconds(field: str, value: str) -> float:
 def check_conversation(value: str) -> str:
     if len(value) > MAX_CONVERSATION_CHARACTERS:
         allowed = f"at most {MAX_CONVERSATION_CHARACTERS} characters"
-        raise InvalidRequest.out_of_range(CONVERSATION_HEADER, f"{len(value)} characters", allowed)
+        raise InvalidRequest.out_of_range(CONVERSATION_HEADER, Amount(f"{len(value)} characters"), allowed)
     return value
 
 
-def check_client_id(client_id: str) -> str:
-    """A client's own id of a request, as it may stand in ids, headers and logs."""
+def check_client_id(client_id: str, field: str = "request_id") -> str:
+    """A client's own id of a request, as it may stand in ids, headers and logs. `field`: where the client put it."""
     if len(client_id) > MAX_ID_CHARACTERS or not (client_id.isascii() and client_id.isprintable()) or " " in client_id:
         raise InvalidRequest.out_of_range(
-            "request_id", client_id, f"at most {MAX_ID_CHARACTERS} printable ASCII characters without spaces"
+            field, client_id, f"at most {MAX_ID_CHARACTERS} printable ASCII characters without spaces"
         )
     return client_id
 
@@ -225,7 +226,7 @@ def check_token_ids(field: str, token_ids: Any, vocab_size: int) -> tuple[int, .
     """A prompt as token ids, each in the vocabulary."""
     allowed = f"token ids from 0 to {vocab_size - 1}"
     if not token_ids:
-        raise InvalidRequest.out_of_range(field, "no tokens", "at least 1 token")
+        raise InvalidRequest.out_of_range(field, Amount("no tokens"), "at least 1 token")
     for position, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequest.out_of_range(f"{field}[{position}]", token_id, allowed)
@@ -290,7 +291,8 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, Sequence):
         raise InvalidRequest.out_of_range("stop", value, "a string or a list of strings")
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest.out_of_range("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS} strings")
+        given, allowed = Amount(f"{len(stops)} strings"), f"at most {MAX_STOP_STRINGS} strings"
+        raise InvalidRequest.out_of_range("stop", given, allowed)
     for position, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest.out_of_range(
@@ -315,7 +317,8 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidRequest.out_of_range("logit_bias", value, "an object of token ids and numbers")
     if len(value) > MAX_LOGIT_BIAS:
-        raise InvalidRequest.out_of_range("logit_bias", f"{len(value)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        given, allowed = Amount(f"{len(value)} entries"), f"at most {MAX_LOGIT_BIAS} entries"
+        raise InvalidRequest.out_of_range("logit_bias", given, allowed)
     return tuple((_bias_token(key), _number(f"logit_bias[{key}]", bias)) for key, bias in value.items())
 
 

@@ -93,22 +93,30 @@ class ChatTemplates:
         kwargs: Mapping[str, Any] | None,
         budget: Budget,
     ) -> str:
-        values: dict[str, Any] = {"add_generation_prompt": True, **self._special_tokens, **(kwargs or {})}
+        values = {"add_generation_prompt": True, **self._special_tokens, **(kwargs or {})}
+        values.update(tools=tools, documents=None)
+        template, plain = self._choose(tools), [_plain(message) for message in messages]
         try:
             with within(budget):
-                return self._choose(tools).render(
-                    {**values, "messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
-                )
+                return template.render({**values, "messages": plain})
         except _REFUSALS as error:
-            raise InvalidRequest(
-                f"messages: the model's chat template refuses them: {error}", field="messages"
-            ) from error
+            raise _refused(error, plain) from error
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
         if name not in self._templates:
             raise InvalidRequest("messages: this model has no chat template; send a prompt instead", field="messages")
         return self._templates[name]
+
+
+def _refused(error: BaseException, messages: Sequence[Message]) -> InvalidRequest:
+    """What a client can do about it where it is that a template which knows no tools wants text of each message."""
+    silent = next((at for at, message in enumerate(messages) if "content" not in message), None)
+    field, why = "messages", str(error)
+    if isinstance(error, jinja2.UndefinedError) and silent is not None:
+        field = f"messages[{silent}].content"
+        why = f'{field} is absent; it reads the text of each message: send "" with one that only calls tools'
+    return InvalidRequest(f"messages: the model's chat template refuses them: {why}", field=field)
 
 
 def load_templates(folder: pathlib.Path, now: Callable[[], datetime] = datetime.now) -> ChatTemplates:

@@ -72,7 +72,7 @@ def test_case_48_what_is_out_of_range_names_field_value_and_range(field: str, ba
     [
         ({"num_logprobs": 21}, "logprobs"),
         ({"num_logprobs": -1}, "logprobs"),
-        ({"logit_bias": ((-1, 0.0),)}, "logit_bias token id"),
+        ({"logit_bias": ((-1, 0.0),)}, "logit_bias"),
         ({"logit_bias": ((5, 100.5),)}, "logit_bias[5]"),
         ({"logit_bias": ((5, math.nan),)}, "logit_bias[5]"),
         ({"logit_bias": tuple((at, 0.0) for at in range(MAX_LOGIT_BIAS + 1))}, "logit_bias"),

@@ -184,6 +184,9 @@ def test_nobody_is_a_closed_set_of_reasons() -> None:
     assert refused(ASK, p("p"), d("d", draining=True)) == "draining"
     assert refused(replace(ASK, excluded=frozenset({"d"})), d("d")) == "excluded"
     assert refused(replace(ASK, max_tokens=10**6), d("d")) == "context"
+    small = d("small")
+    held = replace(small.info.capacity, num_blocks=(ASK.num_prompt_tokens + ASK.max_tokens - 2) // 32)
+    assert refused(ASK, replace(small, info=replace(small.info, capacity=held))) == "context", "its blocks hold less"
 
 
 def test_two_without_a_link_are_not_paired_until_it_is_time_to_try_again() -> None:

@@ -62,7 +62,7 @@ async def test_a_name_that_is_too_long_is_refused(tiny: Text, clock: ManualClock
         long = {"x-headrace-conversation": "x" * 257}
         answer = await client.post("/v1/chat/completions", json=CHAT, headers=long)
     assert answer.status_code == 400
-    assert "x-headrace-conversation must be at most 256 characters, got '257 characters'" in answer.text
+    assert "x-headrace-conversation must be at most 256 characters, got 257 characters" in answer.text
 
 
 async def test_over_grpc_the_revision_comes_behind_the_answer(tiny: Text, clock: ManualClock) -> None:

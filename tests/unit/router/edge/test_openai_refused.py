@@ -38,10 +38,11 @@ from tests.unit.router.scripted import Scripted
         ({"model": None}, "model", "model is required"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "without messages"),
         ({"stop": [""]}, "stop[0]", "a string of 1 to 256 characters"),
+        ({"\ud83d": 1}, None, "the name of a parameter must be Unicode text, got '\\ud83d'"),
     ],
 )
 async def test_case_48_a_bad_parameter_costs_a_400_and_no_job(
-    client: httpx.AsyncClient, core: Scripted, change: dict[str, Any], param: str, said: str
+    client: httpx.AsyncClient, core: Scripted, change: dict[str, Any], param: str | None, said: str
 ) -> None:
     response = await client.post("/v1/chat/completions", content=json.dumps({**CHAT, **change}))
     assert response.status_code == 400
@@ -231,4 +232,5 @@ async def test_an_unforeseen_failure_is_a_500_that_says_nothing_of_the_inside(
 
 async def test_a_bad_request_id_is_refused(client: httpx.AsyncClient) -> None:
     response = await client.get("/v1/models", headers={"X-Request-Id": "x" * 200})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-id")
+    assert response.headers["x-request-id"] not in ("", "x" * 200), "every answer has an id, a refusal too"

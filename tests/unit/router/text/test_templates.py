@@ -123,6 +123,16 @@ def check_parity(folder: pathlib.Path, messages: Any, tools: Any, kwargs: dict[s
     assert ours.encode(rendered, add_special_tokens=False) == expected_ids
 
 
+def test_case_72_a_template_that_knows_no_tools_says_what_to_send_with_a_call(tmp_path: pathlib.Path) -> None:
+    """An agent's second turn: `content` null beside tool_calls, as OpenAI's clients send it."""
+    text = Text.load(write(tmp_path, byte_level(), "{% for m in messages %}{{ m.role + m['content'] }}{% endfor %}"))
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    with pytest.raises(InvalidRequest, match=r'messages\[1\].content is absent.*send ""') as refused:
+        text.render([{"role": "user", "content": "w?"}, call])
+    assert refused.value.field == "messages[1].content"
+    assert text.render([{"role": "user", "content": "w?"}, {**call, "content": ""}]) == "userw?assistant"
+
+
 def test_named_templates_the_one_for_tools_is_taken_when_there_are_tools(tmp_path: pathlib.Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools | length }}"}]
     text = Text.load(write(tmp_path, byte_level(), named))
