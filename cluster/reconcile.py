@@ -39,8 +39,6 @@ from headrace.values import Role
 
 START_SECONDS = 600.0
 LAST_SECONDS = 30.0
-
-
 ONE_BY_ONE = Rollouts()
 
 

@@ -6,8 +6,7 @@ one program holds whole goes straight to the output. Of a unit that several hold
 one that arrives last merges them in their order on the line.
 
 A launch may begin under the end of the kernel before it (kernels.early): which tiles a program has, and where they lie, was
-written long before, and the first of them may be fetched to the second-level cache, which is one for all, whoever writes
-the newest token meanwhile. Only q, K and V themselves are awaited.
+written long before. Only q, K and V themselves are awaited.
 
 Shape suffixes as in kernels.ops; M rows of a query tile (G query heads of one KV head, padded to what the matrix unit
 takes), C tokens of a KV tile, I partial results merged at a time.
@@ -97,7 +96,6 @@ def paged_decode(
         I=tile.merged,
         ROWS=next((held for held in ROWS_HELD if held >= num_rows), triton.next_power_of_2(num_rows)),
         EARLY=early,
-        FETCHED=tile.fetched if early else 0,
         num_warps=tile.num_warps,
         num_stages=min(tile.num_stages, 1 + MOST_ON_THEIR_WAY // (2 * tile.tokens * head_dim * pool.element_size())),
         launch_pdl=early,
@@ -141,7 +139,6 @@ def _decode(
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
-    FETCHED: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -188,9 +185,6 @@ def _decode(
             block = tl.load(table + first)
         else:
             block_C = tl.load(table + (first * C + c) // S, mask=first * C + c < context, other=0)
-        for i in tl.static_range(FETCHED):
-            number = tl.load(table + tl.minimum(first * C // S + i, (context - 1) // S))
-            _fetch(layer_base + number.to(tl.int64) * block_stride, 2 * S * E)
         if EARLY:
             gdc_wait()
         q_ME = tl.load(
@@ -250,21 +244,6 @@ def _decode(
             row_start = tile
     if EARLY:
         gdc_wait()  # of those too that had nothing to do
-
-
-@triton.jit
-def _fetch(where, num_elements: tl.constexpr):
-    """To the second-level cache. One thread is enough."""
-    num_bytes: tl.constexpr = num_elements * where.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
-        "=r,l,n",
-        [where, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -18,7 +18,6 @@ class DecodeTile:
     num_warps: int
     num_stages: int  # one more than tiles on their way
     early: bool = False  # begins under the end of the kernel before it
-    fetched: int = 0  # blocks on their way to the second-level cache before q is awaited, where it does
 
 
 @dataclass(frozen=True, slots=True)

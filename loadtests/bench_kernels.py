@@ -29,7 +29,7 @@ from kernels.reference import ReferenceOps
 from kernels.sample import sample
 from kernels.sample_floor import sample_floor
 from kernels.tuning import card, tuning_of
-from loadtests.decode_behind import Behind, without_fetch
+from loadtests.decode_behind import Behind
 from loadtests.disturbed import disturbed
 from loadtests.flash_peer import NAME as FLASH
 from loadtests.flash_peer import flash_prefill, peer_seconds
@@ -209,18 +209,13 @@ class Bench:
         return self._bandwidth(name, num_bytes, seconds_of(partial(step, self.ops)), others)
 
     def behind(self, num_rows: int, context: int, label: str) -> None:
-        """Microseconds of a layer's attention behind the rotary store; beside it, without the fetch to the cache."""
+        """Microseconds of a layer's attention behind the rotary store."""
         projection = torch.randn(num_rows, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=self.device)
         angles = torch.rand(context, DIM, device=self.device)
         batch = batch_of([(1, context)] * num_rows, self.device)
-        plain = CudaOps(self.device, without_fetch(tuning_of(self.device)))
         step = Behind(projection, angles, self.pool, batch, SCALE, LAYERS)
-        found = step.microseconds({"tuned": self.ops, "plain": plain}, seconds_of)
-        ours, theirs = found["tuned"], statistics.median(found["plain"])
-        name = f"decode_{label}_behind_rope_us"
-        self._note(
-            name, statistics.median(ours), "us", ours, theirs, "without the fetch", best_plain=min(found["plain"])
-        )
+        us = step.microseconds(self.ops, seconds_of)
+        self._note(f"decode_{label}_behind_rope_us", statistics.median(us), "us", us)
 
     def prefill(self, num_tokens: int, context: int, label: str, known: bool = True) -> None:
         """One row; `known`: the host knows its lengths, so that a whole prompt takes the dense path. Beside it, SDPA's

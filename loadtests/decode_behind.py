@@ -1,34 +1,23 @@
 """Decode attention as a model launches it: behind the rotary store, under whose end it may begin.
 
-What a variant of the tile gains alone it can lose there: the store writes while the attention fetches. Variants are timed
-in turn, so that a change of the card changes all of them.
+What a tile gains alone it can lose there, where the store still writes as it begins. Both are timed in turn, so that a
+change of the card changes both of them.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from kernels.cuda import CudaOps
 from kernels.ops import AttentionBatch
-from kernels.tuning import Tuning
 
 ROUNDS = 3
 
 # Seconds of one run in each of some replays of a graph of it.
 SecondsOf = Callable[[Callable[[], object]], list[float]]
-
-
-def without_fetch(tuning: Tuning) -> Tuning:
-    """The same tiles; nothing is fetched before q is awaited."""
-    long = tuning.decode_long
-    return replace(
-        tuning,
-        decode_few=replace(tuning.decode_few, fetched=0),
-        decode_long=None if long is None else replace(long, tile=replace(long.tile, fetched=0)),
-    )
 
 
 @dataclass(frozen=True)
@@ -42,15 +31,12 @@ class Behind:
     scale: float
     layers: int
 
-    def microseconds(self, variants: Mapping[str, CudaOps], seconds_of: SecondsOf) -> dict[str, list[float]]:
+    def microseconds(self, ops: CudaOps, seconds_of: SecondsOf) -> list[float]:
         """Of a layer's attention beyond the rotary store alone: a median a round."""
-        found: dict[str, list[float]] = {name: [] for name in variants}
+        found = []
         for _ in range(ROUNDS):
-            for name, ops in variants.items():
-                store, both = (
-                    statistics.median(seconds_of(partial(self._step, ops, attend))) for attend in (False, True)
-                )
-                found[name].append((both - store) / self.layers * 1e6)
+            store, both = (statistics.median(seconds_of(partial(self._step, ops, attend))) for attend in (False, True))
+            found.append((both - store) / self.layers * 1e6)
         return found
 
     def _step(self, ops: CudaOps, attend: bool) -> None:

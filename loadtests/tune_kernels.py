@@ -45,26 +45,25 @@ DECODE = [
         (128, 32, 4, 2),
     )
 ]
-# (tokens, programs a multiprocessor, parts merged at a time, warps, stages, blocks fetched ahead)
+# (tokens, programs a multiprocessor, parts merged at a time, warps, stages)
 FEW = [
-    DecodeTile(tokens, programs, 2, merged, warps, stages, True, fetched)
-    for tokens, programs, merged, warps, stages, fetched in (
-        (32, 2, 16, 2, 3, 0),
-        (32, 2, 16, 2, 6, 4),
-        (32, 2, 32, 4, 3, 0),
-        (32, 2, 32, 4, 4, 4),
-        (32, 2, 32, 4, 6, 0),
-        (32, 2, 32, 4, 6, 4),
-        (32, 2, 32, 4, 7, 4),
-        (32, 3, 16, 2, 3, 0),
-        (32, 3, 16, 2, 4, 2),
-        (32, 3, 32, 4, 4, 2),
-        (32, 1, 16, 4, 12, 4),
-        (64, 2, 16, 4, 3, 4),
-        (64, 2, 32, 4, 3, 4),
-        (64, 1, 16, 4, 5, 4),
-        (64, 1, 16, 8, 5, 4),
-        (128, 1, 16, 8, 3, 4),
+    DecodeTile(tokens, programs, 2, merged, warps, stages, True)
+    for tokens, programs, merged, warps, stages in (
+        (32, 2, 16, 2, 3),
+        (32, 2, 16, 2, 6),
+        (32, 2, 32, 4, 3),
+        (32, 2, 32, 4, 4),
+        (32, 2, 32, 4, 6),
+        (32, 2, 32, 4, 7),
+        (32, 3, 16, 2, 3),
+        (32, 3, 16, 2, 4),
+        (32, 3, 32, 4, 4),
+        (32, 1, 16, 4, 12),
+        (64, 2, 16, 4, 3),
+        (64, 2, 32, 4, 3),
+        (64, 1, 16, 4, 5),
+        (64, 1, 16, 8, 5),
+        (128, 1, 16, 8, 3),
     )
 ]
 GRIDS = [(programs, least) for programs in (1, 2, 3, 4, 6) for least in (2, 4)]

@@ -135,9 +135,7 @@ class Fluid:
             worker.prompt_seconds -= done
             self.sequences += done / service
             step_seconds = cost.decode_base_seconds + worker.sequences * _row_seconds(cost, context)
-            worker.sequences *= math.exp(
-                -STEP_SECONDS / (tokens * step_seconds)
-            )  # none comes: they leave by their own time
+            worker.sequences *= math.exp(-STEP_SECONDS / (tokens * step_seconds))  # none comes
             worker.seconds_left -= STEP_SECONDS
             if worker.seconds_left <= 0:
                 self.cut += worker.sequences + worker.prompt_seconds / service

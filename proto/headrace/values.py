@@ -141,7 +141,7 @@ class SamplingParams:
 
 def _check_token(name: str, token_id: int, vocab_size: int) -> None:
     if type(token_id) is not int or not 0 <= token_id < vocab_size:
-        raise InvalidRequest.out_of_range(name, token_id, f"of token ids from 0 to {vocab_size - 1}")
+        raise InvalidRequest.out_of_range(name, token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

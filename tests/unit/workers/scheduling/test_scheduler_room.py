@@ -161,7 +161,7 @@ def test_bad_requests_are_refused_by_name() -> None:
     scheduler = CheckedWorker(NO_EOS, max_num_seqs=2).scheduler
     with pytest.raises(InvalidRequest, match="prompt token id must be from 0 to 31, got 32"):
         scheduler.submit(Request(RequestKey("a"), (1, 32), SamplingParams(max_tokens=1)), 0.0)
-    with pytest.raises(InvalidRequest, match="stop_token_ids must be from 0 to 31, got 40"):
+    with pytest.raises(InvalidRequest, match="stop_token_ids must be token ids from 0 to 31, got 40"):
         scheduler.submit(request("a", stop_token_ids=(40,)), 0.0)
     with pytest.raises(InvalidRequest, match="n must be at most 2"):
         scheduler.submit(request("a", n=3), 0.0)
