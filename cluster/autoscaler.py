@@ -215,12 +215,17 @@ def member(seen: Seen, leased: Leased | None, now: float) -> Member:
 
 
 def decoding(report: WorkerReport) -> tuple[int, int]:
-    """(sequences, their tokens). Who prefills by now, but did decode, has some of the requests that are its own."""
-    load = report.load
-    if Role(report.role).decodes:
+    """(sequences, their tokens). Where roles have pools of their own, without those that compute their prompt: that is
+    prefill's work wherever it is done, and where prompts pile up, decode workers that help would look too full to be
+    lent. Who prefills by now, but did decode, has some of the requests that are its own."""
+    load, role = report.load, Role(report.role)
+    if role is Role.UNIFIED:
         return load.num_running, load.context_tokens
-    number = min(load.num_running, report.num_requests)
-    return number, round(load.context_tokens * number / load.num_running) if number else 0
+    running, tokens = load.num_running - load.num_prefilling, load.context_tokens - load.prefilling_tokens
+    if role is Role.DECODE:
+        return running, tokens
+    number = min(running, report.num_requests)
+    return number, round(tokens * number / running) if number else 0
 
 
 def speed(info: WorkerInfo) -> Worker:

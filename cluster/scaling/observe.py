@@ -91,9 +91,15 @@ def _seen(rules: PoolRules, desired: DesiredPool | None, members: Sequence[Membe
 
 def _decoding(members: Sequence[Member]) -> Decoding:
     its = [one for one in members if one.phase in (Phase.READY, Phase.DRAINING) and one.num_sequences]
-    # Of who prefills by now, all but its sequences' tokens are prompts'.
-    kv = [one.used_blocks / one.num_blocks for one in its if one.role.decodes and one.num_blocks]
-    kv += [one.context_tokens / one.speed.kv_tokens for one in its if not one.role.decodes and one.speed is not None]
+    # Prompts that are computed there hold blocks too, and sequences of one prompt share theirs: the lesser of both.
+    kv = [
+        min(
+            one.used_blocks / one.num_blocks if one.num_blocks else 1.0,
+            one.context_tokens / one.speed.kv_tokens if one.speed is not None else 1.0,
+        )
+        for one in its
+        if one.num_blocks or one.speed is not None
+    ]
     return Decoding(
         sum(one.num_sequences for one in its), sum(one.context_tokens for one in its), float(f"{sum(kv):.4g}")
     )

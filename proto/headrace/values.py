@@ -262,7 +262,8 @@ class WorkerInfo:
 
 @dataclass(slots=True)
 class Load:
-    """Work on a worker, or one router's part of it (design 5.6).
+    """Work on a worker, or one router's part of it (design 5.6). Of the running ones `num_prefilling` compute their prompt
+    still, in so many of the context's tokens.
 
     Nobody changes one; it is not frozen because a placement makes several, and freezing costs three times as much."""
 
@@ -273,6 +274,8 @@ class Load:
     used_blocks: int = 0
     pinned_blocks: int = 0
     claimed_tokens: int = 0
+    num_prefilling: int = 0
+    prefilling_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

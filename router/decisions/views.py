@@ -97,8 +97,8 @@ def _serves_as(before: WorkerView, after: WorkerView) -> bool:
 def net_load(total: Load, yours: Load, own: Load) -> Load:
     """(total − yours) + own: others' work as the worker reports it, and ours as we know it (design 5.6).
 
-    Blocks are only the worker's to know and stay as reported. A report may be older than what left since; nothing
-    goes below zero.
+    Blocks are only the worker's to know and stay as reported; who prefills no placement asks. A report may be older than
+    what left since; nothing goes below zero.
     """
     return Load(
         num_waiting=max(total.num_waiting - yours.num_waiting, 0) + own.num_waiting,

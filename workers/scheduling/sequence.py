@@ -255,6 +255,11 @@ class Sequence:
         return self.num_prompt + len(self.outputs)
 
     @property
+    def is_prefilling(self) -> bool:
+        """Its prompt is not computed yet. What is computed again after a preemption has been decoding."""
+        return not self.outputs and self.num_computed < self.num_prompt
+
+    @property
     def num_samples(self) -> int:
         """How many tokens are drawn when all known ones are computed."""
         return 1 if self.outputs else self.state.request.n
@@ -320,7 +325,7 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 def load_of(states: Iterable[RequestState]) -> Load:
     """The part of a worker's load that these requests are. Parts sum to the whole: a block that several sequences share
     counts for each (BlockCounts say what the pool holds)."""
-    waiting = running = prefill_tokens = context_tokens = used = pinned = claimed = 0
+    waiting = running = prefill_tokens = context_tokens = used = pinned = claimed = prefilling = prefilling_tokens = 0
     for state in states:
         claimed += state.claimed_blocks * state.hasher.block_size
         for sample in state.samples:
@@ -329,6 +334,9 @@ def load_of(states: Iterable[RequestState]) -> Load:
                 case Stage.RUNNING | Stage.ARRIVED:
                     running += 1
                     context_tokens += sample.num_tokens
+                    if sample.is_prefilling:
+                        prefilling += 1
+                        prefilling_tokens += sample.num_tokens
                     prefill_tokens += max(
                         sample.num_prompt - sample.num_computed, sample.num_tokens - sample.num_scheduled - 1, 0
                     )
@@ -340,4 +348,4 @@ def load_of(states: Iterable[RequestState]) -> Load:
                     pinned += len(sample.blocks)
                 case Stage.ENDED:
                     pass
-    return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed)
+    return Load(waiting, running, prefill_tokens, context_tokens, used, pinned, claimed, prefilling, prefilling_tokens)

@@ -313,7 +313,7 @@ class StepOutputs(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., samples: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "waiting_prefill_tokens", "context_tokens", "used_blocks", "pinned_blocks", "claimed_tokens")
+    __slots__ = ("num_waiting", "num_running", "waiting_prefill_tokens", "context_tokens", "used_blocks", "pinned_blocks", "claimed_tokens", "num_prefilling", "prefilling_tokens")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,8 @@ class Load(_message.Message):
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     waiting_prefill_tokens: int
@@ -328,7 +330,9 @@ class Load(_message.Message):
     used_blocks: int
     pinned_blocks: int
     claimed_tokens: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., claimed_tokens: _Optional[int] = ...) -> None: ...
+    num_prefilling: int
+    prefilling_tokens: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., used_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., claimed_tokens: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("total", "yours", "cost", "role", "draining", "free_blocks", "unhealthy_reason")

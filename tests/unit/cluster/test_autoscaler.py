@@ -262,15 +262,17 @@ async def test_whose_requests_workers_have_is_by_their_own_words() -> None:
 
 
 async def test_what_decodes_is_by_workers_own_words_also_where_one_prefills_by_now() -> None:
-    """Of a worker that was lent: two requests are its own, and four prompts are others'."""
+    """Of a worker that was lent: two requests are its own, and four others'. Prompts that are
+    computed decode nowhere; but whoever does both needs room for them too."""
     numbers = []
-    for role in (Role.DECODE, Role.PREFILL):
-        worker = Described("decode-0", role, its_load=Load(num_running=6, context_tokens=6000), requests=("r:a", "r:b"))
+    for role in (Role.DECODE, Role.PREFILL, Role.UNIFIED):
+        load = Load(num_running=9, context_tokens=15_000, num_prefilling=3, prefilling_tokens=9000)
+        worker = Described("decode-0", role, its_load=load, requests=("r:a", "r:b"))
         async with described(worker) as record, WorkerClient(record.address) as client:
             seen = ObservedWorker("decode", 0, 1, role, ParallelLayout(), Phase.READY, 0.0)
             its = member(Seen(seen, await client.describe()), None, 0.0)
             numbers.append((its.num_sequences, its.context_tokens))
-    assert numbers == [(6, 6000), (2, 2000)]
+    assert numbers == [(6, 6000), (2, 2000), (9, 15_000)]
 
 
 def test_a_worker_that_its_host_told_to_drain_leaves_though_nobody_here_asked_for_it(stage: Stage) -> None:

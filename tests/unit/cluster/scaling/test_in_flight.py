@@ -87,19 +87,19 @@ def test_where_workers_do_both_their_prompts_take_a_part_of_the_time() -> None:
 def test_what_finishes_on_workers_that_leave_or_were_lent_counts() -> None:
     """Each that was taken away took its sequences out of sight, so that the next one seemed to spare too."""
 
-    def decoding(role: Role, phase: Phase, number: int) -> Member:
-        its = Member("decode", role, phase, 100.0, speed=WORKER, used_blocks=50, num_blocks=100)
+    def decoding(role: Role, phase: Phase, number: int, used: int = 50) -> Member:
+        its = Member("decode", role, phase, 100.0, speed=WORKER, used_blocks=used, num_blocks=100)
         return replace(its, num_sequences=number, context_tokens=5000 * number)
 
     members = [
-        decoding(Role.DECODE, Phase.READY, 10),
-        decoding(Role.DECODE, Phase.DRAINING, 20),
+        decoding(Role.DECODE, Phase.READY, 10),  # of the blocks that are used four fifths are of prompts
+        decoding(Role.DECODE, Phase.DRAINING, 20, used=15),  # a quarter is shared
         decoding(Role.PREFILL, Phase.READY, 5),
         decoding(Role.DECODE, Phase.DEAD, 99),
         Member("prefill", Role.PREFILL, Phase.READY, 100.0, speed=WORKER, used_blocks=50, num_blocks=100),
     ]
     desired = Desired({name: DesiredPool(Role(name), 2) for name in ("decode", "prefill")})
     seen = observe(rules(), desired, members, {})
-    assert seen["decode"].decoding == Decoding(35, 175_000, 1.05)
+    assert seen["decode"].decoding == Decoding(35, 175_000, 0.1 + 0.15 + 0.05)
     assert seen["prefill"].decoding == Decoding()
     assert in_flight(Inputs(0.0, rules(), seen, FEW)).keys() == {"decode"}

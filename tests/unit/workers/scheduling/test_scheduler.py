@@ -304,7 +304,14 @@ def test_load_says_what_waits_and_runs_and_whose_it_is() -> None:
     worker.scheduler.expect(expected, 0.0)
     worker.scheduler.incoming.claim(expected.key)
     assert worker.scheduler.load() == Load(
-        num_waiting=2, num_running=1, waiting_prefill_tokens=6 + 9, context_tokens=6, used_blocks=2, claimed_tokens=8
+        num_waiting=2,
+        num_running=1,
+        waiting_prefill_tokens=6 + 9,
+        context_tokens=6,
+        used_blocks=2,
+        claimed_tokens=8,
+        num_prefilling=1,
+        prefilling_tokens=6,
     )
     assert worker.scheduler.load_of([waiting.key, RequestKey("gone")]) == Load(num_waiting=1, waiting_prefill_tokens=9)
 
@@ -316,9 +323,9 @@ def test_a_prompt_is_load_until_it_is_computed_and_not_only_until_it_is_planned(
     left = []
     for act in (worker.launch, worker.launch, worker.land, worker.land):
         act()
-        left.append(worker.scheduler.load().waiting_prefill_tokens)
-    assert left == [13, 13, 5, 0]
-    assert worker.scheduler.load().num_running == 1
+        load = worker.scheduler.load()
+        left.append((load.waiting_prefill_tokens, load.num_running, load.num_prefilling, load.prefilling_tokens))
+    assert left == [(13, 1, 1, 13), (13, 1, 1, 13), (5, 1, 1, 13), (0, 1, 0, 0)]
 
 
 def test_there_is_work_until_the_last_result_is_in() -> None:

@@ -126,3 +126,16 @@ def test_repr_tells_who_and_how_far() -> None:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2)])
 def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
     assert num_blocks_for(tokens, 4) == blocks
+
+
+def test_it_prefills_until_its_first_token_and_not_again_when_it_is_preempted() -> None:
+    state = make(SamplingParams(max_tokens=50))
+    seq = state.trunk
+    assert seq.is_prefilling
+    seq.num_computed = 5
+    assert seq.is_prefilling
+    seq.num_computed = 6
+    assert not seq.is_prefilling
+    seq.accept(21, None, 0.0)
+    seq.rewind()
+    assert not seq.is_prefilling
