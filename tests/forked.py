@@ -83,7 +83,7 @@ class Command:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
-        if not self._ended.done():
+        if self._process.exitcode is None:  # whoever starts another process reaps this one, before the loop hears of it
             os.kill(self.pid, number)
 
     def kill(self) -> None:

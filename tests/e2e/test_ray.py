@@ -48,12 +48,12 @@ from headrace.store import Store, connect
 from headrace.values import ParallelLayout
 from tests.tiny import make_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(600)]
 
 ONE = ParallelLayout()
 PROMPT = [5 + (7 * at) % 240 for at in range(45)]
 NUM_TOKENS = 10
-WAIT_SECONDS = 90.0
+WAIT_SECONDS = 240.0  # on a machine that is busy with other things
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def roles(snapshot: Snapshot, role: str) -> int:
     )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_sizes_and_roles_follow_the_load_within_the_budget(ray_address: str, tmp_path: pathlib.Path) -> None:
     """A worker comes, a role flips under load while the controller is killed and Redis is flushed, workers go, all of them
     in the end, and come again for a request that waits; no request fails."""
@@ -345,6 +345,13 @@ async def test_sizes_and_roles_follow_the_load_within_the_budget(ray_address: st
                 held = sum(pool.staying + pool.leaving for pool in one.inputs.pools.values())
                 assert held <= 4
                 assert sum(size.replicas for size in one.decision.pools.values()) <= 4
+        except TimeoutError as error:
+            for one in (await scaling.decisions())[-5:]:
+                error.add_note(f"{one.inputs.now:.1f} {one.decision.kind}: {one.decision.pools} {one.decision.reason}")
+                error.add_note(f"{one.outcome} {one.decision.notes} {one.inputs.pools} {one.inputs.traffic}")
+            error.add_note(f"now: {await scaling.now()}")
+            error.add_note(f"{await take(cluster.session)}")
+            raise
         finally:
             await store.close()
 
