@@ -2,7 +2,7 @@
 
 Prompts are worked off by as many workers as prefill, answers come at the cost model's step time of as many sequences as
 decode; within a second waits are those of `cluster.planning` at the rate of the last half minute. A worker that drains has
-its part of both, and nothing comes to it.
+its part of both, and nothing comes to it. One that flips keeps its part of what it served, and does it beside its new role.
 """
 
 import math
@@ -22,6 +22,7 @@ from headrace.values import ParallelLayout, Role
 STEP_SECONDS = 1.0
 DECIDE_SECONDS = 30
 START_SECONDS = 180
+FLIP_SECONDS = 5
 DRAIN_SECONDS = AutoscalingConfig().drain_seconds
 INPUT_TOKENS, OUTPUT_TOKENS, HIT_RATE, LENGTH_CV = 2000.0, 250.0, 0.3, 0.8
 
@@ -64,9 +65,28 @@ class Draining:
 
 
 @dataclass
+class Flipped:
+    """A worker that serves another role FLIP_SECONDS later, with what it has left of the one before, for as long as that
+    takes. `late_seconds`: what prompts beside have cost each of its sequences."""
+
+    sequences: float = 0.0
+    prompt_seconds: float = 0.0
+    late_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def prefills(self) -> bool:
+        return self.sequences > 0 and self.seconds >= FLIP_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        return self.sequences < 0.5 and self.prompt_seconds <= 0
+
+
+@dataclass
 class Fluid:
-    """Owns what waits, what runs and what was counted; `cut` of those that ran out of the time to drain in. A step is
-    STEP_SECONDS."""
+    """Owns what waits, what runs and what was counted; `cut` of those that ran out of the time to drain in, `slowed` of
+    those that prompts beside them on a worker that flipped made miss their TPOT. A step is STEP_SECONDS."""
 
     world: World
     waiting_seconds: float = 0.0
@@ -78,7 +98,9 @@ class Fluid:
     late: float = 0.0
     slow: float = 0.0
     cut: float = 0.0
+    slowed: float = 0.0
     draining: list[Draining] = field(default_factory=list)
+    flipped: list[Flipped] = field(default_factory=list)
 
     def drain_prefill(self, serving: int) -> Draining:
         """One of so many drains, and holds its GPU until is_gone."""
@@ -93,10 +115,23 @@ class Fluid:
         self.draining.append(worker)
         return worker
 
+    def flip(self, role: Role, serving: int) -> Flipped:
+        """One of so many that serve `role` serves the other, and finishes what it has of this one beside that."""
+        worker = Flipped()
+        if role is Role.DECODE:
+            worker.sequences = self.sequences / serving
+        else:
+            worker.prompt_seconds = self.waiting_seconds / serving
+        self.waiting_seconds -= worker.prompt_seconds
+        self.sequences -= worker.sequences
+        self.flipped.append(worker)
+        return worker
+
     @property
     def decoding(self) -> Decoding:
         """Of all, as workers say it of themselves."""
         number = self.sequences + sum(worker.sequences for worker in self.draining)
+        number += sum(worker.sequences for worker in self.flipped)
         tokens = number * _means(self.world)[2]
         return Decoding(round(number), round(tokens), tokens / self.world.worker.kv_tokens)
 
@@ -107,11 +142,13 @@ class Fluid:
         self.rate += (arrivals - self.rate) / 30
         before = self.waiting_seconds
         self.waiting_seconds += arrivals * service
-        done = min(self.waiting_seconds, prefill * STEP_SECONDS)
+        can = prefill * STEP_SECONDS - self._decoded_beside()
+        done = min(self.waiting_seconds, max(can, 0.0))
         self.waiting_seconds -= done
         wait = (before + self.waiting_seconds) / 2 / prefill if prefill else 1e3  # who comes in the middle of it
         self.sequences = _decoding(self.sequences + done / service, tokens, context, decode, cost)
         self._pass_drains()
+        self._pass_flips(done / max(can, done) if done else 0.0)
         rows = self.sequences / max(decode, 1)
         step_seconds = cost.decode_base_seconds + rows * _row_seconds(cost, context)
         self.waiting_prompts = self.waiting_seconds / service
@@ -131,9 +168,7 @@ class Fluid:
         service, tokens, context = _means(self.world)
         cost = self.world.worker.cost
         for worker in self.draining:
-            done = min(worker.prompt_seconds, STEP_SECONDS)
-            worker.prompt_seconds -= done
-            self.sequences += done / service
+            self._finish_prompts(worker, service)
             step_seconds = cost.decode_base_seconds + worker.sequences * _row_seconds(cost, context)
             worker.sequences *= math.exp(-STEP_SECONDS / (tokens * step_seconds))  # none comes
             worker.seconds_left -= STEP_SECONDS
@@ -141,9 +176,41 @@ class Fluid:
                 self.cut += worker.sequences + worker.prompt_seconds / service
         self.draining = [worker for worker in self.draining if not worker.is_gone]
 
+    def _finish_prompts(self, worker: Draining | Flipped, service: float) -> None:
+        done = min(worker.prompt_seconds, STEP_SECONDS)
+        worker.prompt_seconds -= done
+        self.sequences += done / service
+
+    def _decoded_beside(self) -> float:
+        """What the sequences of workers that flipped take, of the time that those have for prompts."""
+        service, _, context = _means(self.world)
+        steps = [self._steps(worker, context) for worker in self.flipped if worker.prefills]
+        return sum(step / (step + service) for step in steps) * STEP_SECONDS
+
+    def _steps(self, worker: Flipped, context: float) -> float:
+        cost = self.world.worker.cost
+        return cost.decode_base_seconds + worker.sequences * _row_seconds(cost, context)
+
+    def _pass_flips(self, busy: float) -> None:
+        """`busy`: the share of its time in which a worker that prefills has prompts. A step takes as much longer then; of
+        who ends after more than a mean answer may lose, TPOT was missed."""
+        service, tokens, context = _means(self.world)
+        for worker in self.flipped:
+            self._finish_prompts(worker, service)
+            alone = self._steps(worker, context)
+            beside = busy if worker.prefills else 0.0
+            made = STEP_SECONDS * ((1 - beside) / alone + beside / (alone + service))
+            ended = worker.sequences * (1 - math.exp(-made / tokens))
+            worker.sequences -= ended
+            worker.late_seconds += STEP_SECONDS - made * alone
+            if worker.late_seconds > (self.world.target.tpot_seconds - alone) * tokens:
+                self.slowed += ended
+            worker.seconds += STEP_SECONDS
+        self.flipped = [worker for worker in self.flipped if not worker.is_over]
+
     @property
     def attainment(self) -> float:
-        return (self.kept - self.cut) / self.arrived if self.arrived else 1.0
+        return (self.kept - self.cut - self.slowed) / self.arrived if self.arrived else 1.0
 
 
 def _row_seconds(cost: CostModel, context: float) -> float:

@@ -25,6 +25,7 @@ from cluster.scaling.traffic import Meter
 from cluster.scaling.values import Inputs, Memory, PoolSeen, Rules, Size
 from cluster.simulation.fluid import (
     DECIDE_SECONDS,
+    FLIP_SECONDS,
     HIT_RATE,
     INPUT_TOKENS,
     OUTPUT_TOKENS,
@@ -35,9 +36,9 @@ from cluster.simulation.fluid import (
 )
 from cluster.simulation.surplus import Surplus
 from headrace.reports import ClassCounts, RouterReport
+from headrace.values import Role
 
 DAY = 86_400
-FLIP_SECONDS = 5
 CLAIRVOYANT_SECONDS = 300
 RESERVES = (0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3)
 NIGHT = 0.25  # of the day's peak
@@ -185,6 +186,7 @@ def follow(world: World, traffic: Traffic, rules: Rules, start: Mapping[str, Siz
                 changed[second // 3600] += 1
                 kinds[decision.kind] += 1
                 moves.append((second, decision.kind))
+                _flip(fleets, decision.pools, second, fluid)
                 for name, size_ in decision.pools.items():
                     fleets[name].order(size_, second, drains[name])
                 ordered = True
@@ -236,6 +238,23 @@ class Totals:
             queued_tokens=round(fluid.waiting_prompts * INPUT_TOKENS),
             classes={"": ClassCounts(met=met, missed_ttft=late, missed_tpot=max(self.arrivals - met - late, 0))},
         )
+
+
+def _flip(fleets: Mapping[str, Fleet], wanted: Mapping[str, Size], now: float, fluid: Fluid) -> None:
+    """Who is lent from now on, or comes back, keeps what it has of the role that it served, as in a cluster."""
+    prefill, decode = fleets["prefill"], fleets["decode"]
+    serving = {
+        Role.PREFILL: prefill.ready(now) - prefill.lent + decode.lent,
+        Role.DECODE: decode.ready(now) - decode.lent + prefill.lent,
+    }
+    for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE)):
+        more = wanted[name].lent - fleets[name].lent
+        before = role if more > 0 else role.other
+        for _ in range(abs(more)):
+            if serving[before] > 0:
+                fluid.flip(before, serving[before])
+            serving[before] -= 1
+            serving[before.other] += 1
 
 
 def _serving(fleets: Mapping[str, Fleet], now: float) -> tuple[int, int]:

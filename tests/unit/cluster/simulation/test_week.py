@@ -9,8 +9,9 @@ import pytest
 from cluster.planning.load import lengths_around
 from cluster.scaling.values import Size
 from cluster.simulation.decision_time import turns
-from cluster.simulation.fluid import HIT_RATE, LENGTH_CV, OUTPUT_TOKENS, Fluid, World
+from cluster.simulation.fluid import FLIP_SECONDS, HIT_RATE, LENGTH_CV, OUTPUT_TOKENS, Fluid, World
 from cluster.simulation.week import Traffic, clairvoyant, follow
+from headrace.values import Role
 
 
 def test_a_load_that_rises_and_falls_is_followed_within_the_targets() -> None:
@@ -78,6 +79,54 @@ def test_a_worker_of_the_week_drains_for_as_long_as_its_longest_answer_takes() -
         assert low < seconds < high
         assert worker.is_gone
         assert not fluid.cut
+
+
+def test_a_worker_of_the_week_that_flips_finishes_what_decodes_there_beside_its_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sequences were with the others at once, and its prompts with those who prefilled."""
+    held: list[float] = []
+
+    class Kept(Fluid):
+        def step(self, arrivals: int, prefill: int, decode: int) -> float:
+            held.append(self.sequences)
+            return super().step(arrivals, prefill, decode)
+
+    monkeypatch.setattr("cluster.simulation.week.Fluid", Kept)
+    rates, world = np.concatenate([np.full(300, 30), np.full(180, 80)]), World.of()
+    start = {"prefill": Size(3), "decode": Size(5)}
+    outcome = follow(world, Traffic(rates * 1.0, rates), world.rules(most=32, budget_gpus=8), start)
+    assert outcome.moves == [(420, "flip")]
+    assert held[421] < held[420]
+    assert held[420] / held[421] == pytest.approx(5 / 4, rel=0.05), "four keep theirs"
+
+
+@pytest.mark.parametrize("waiting", [0.0, 600.0])
+def test_sequences_on_a_worker_that_flipped_take_longer_where_prompts_are_computed_beside_them(waiting: float) -> None:
+    fluid = Fluid(World.of(), sequences=400.0, waiting_seconds=waiting, arrived=1000, kept=1000.0)
+    worker, seconds = fluid.flip(Role.DECODE, 4), 0
+    worker.seconds = FLIP_SECONDS
+    assert (fluid.sequences, worker.sequences, fluid.decoding.sequences) == (300.0, 100.0, 400)
+    before = fluid.waiting_seconds
+    fluid.step(0, 2, 3)
+    assert 1.6 < before - fluid.waiting_seconds < 1.9 if waiting else not fluid.waiting_seconds, "steps are shared"
+    while fluid.flipped:
+        fluid.step(0, 2, 3)
+        seconds += 1
+    assert 40 < seconds < 100 if waiting else 5 < seconds < 20
+    assert 50 < fluid.slowed < 100 if waiting else not fluid.slowed
+    assert fluid.attainment == pytest.approx(1 - fluid.slowed / 1000)
+
+
+def test_prompts_on_a_worker_that_flipped_to_decode_are_computed_there() -> None:
+    fluid = Fluid(World.of(), waiting_seconds=8.0)
+    worker = fluid.flip(Role.PREFILL, 4)
+    assert (fluid.waiting_seconds, worker.prompt_seconds) == (6.0, 2.0)
+    fluid.step(0, 3, 1)
+    fluid.step(0, 3, 1)
+    assert not fluid.waiting_seconds
+    assert not worker.prompt_seconds
+    assert fluid.decoding.sequences > 0
 
 
 def test_what_a_drain_cuts_is_no_attainment() -> None:
