@@ -58,7 +58,9 @@ class _Worker:
         reason = self.report.unhealthy_reason if self.report is not None else "it does not answer"
         phase = Phase.DRAINING if leaves else Phase.READY
         return ObservedWorker(
-            self.pool, self.index, self.info.generation, role, self.info.layout, phase, self.since, reason
+            *(self.pool, self.index, self.info.generation, role, self.info.layout, phase, self.since, reason),
+            failing=bool(reason),
+            held=self.report.held if self.report is not None else None,
         )
 
 

@@ -38,16 +38,27 @@ LEAVE_SECONDS = 3.0  # between the end of a drain and that of the node: to end i
 @dataclass
 class _Worker:
     """One worker of this controller's table; changed by its own task and by the loop, on one event loop. `report`: what it
-    last said of itself."""
+    last said of itself; `silence`: why it could not be asked since."""
 
     seen: ObservedWorker
     addresses: Addresses = field(default_factory=Addresses)
     report: WorkerReport | None = None
+    silence: str = ""
     task: asyncio.Task[None] | None = None
     drain: asyncio.Task[None] | None = None
 
     def enter(self, phase: Phase, now: float, reason: str = "") -> None:
         self.seen = replace(self.seen, phase=phase, since=now, reason=reason, pending=False)
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not make progress, by its own words or as it cannot be asked; empty where it does."""
+        return self.silence or (self.report.unhealthy_reason if self.report is not None else "")
+
+    @property
+    def observed(self) -> ObservedWorker:
+        held = self.report.held if self.report is not None else None
+        return replace(self.seen, failing=bool(self.trouble), held=held)
 
 
 class Controller:
@@ -105,7 +116,7 @@ class Controller:
     # -- see
 
     def _observed(self) -> Observed:
-        return Observed([worker.seen for worker in self._workers.values()], self._history)
+        return Observed([worker.observed for worker in self._workers.values()], self._history)
 
     def _needed(self, desired: Desired) -> list[Action]:
         scaling = self._config.autoscaling
@@ -278,20 +289,20 @@ class Controller:
     async def _stuck(self, worker: _Worker) -> str:
         """Waits until the worker has been silent, or without progress by its own words, for SILENT_SECONDS; why."""
         good = self._clock.now()
-        reason = ""
         async with WorkerClient(worker.addresses.service) as client:
             while self._clock.now() - good < SILENT_SECONDS:
                 await asyncio.sleep(HEALTH_SECONDS)
                 try:
                     worker.report = await client.describe()
-                    reason = worker.report.unhealthy_reason
+                    worker.silence = ""
                 except WorkerLost as error:
-                    reason = error.message
+                    worker.silence = error.message
                 except InternalError:
-                    reason = ""  # it answers: whatever is wrong with it, another start would not put right
-                if not reason:
+                    worker.silence = ""  # it answers: whatever is wrong with it, another start would not put right
+                    worker.report = replace(worker.report, unhealthy_reason="") if worker.report is not None else None
+                if not worker.trouble:
                     good = self._clock.now()
-        return f"no progress for {SILENT_SECONDS:.0f} s: {reason}"
+        return f"no progress for {SILENT_SECONDS:.0f} s: {worker.trouble}"
 
     def _died(self, worker: _Worker, reason: str) -> None:
         now = self._clock.now()

@@ -52,9 +52,23 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What a worker would leave, by its own last word: requests that it decodes, or will, beside as many as it may, and
+    blocks of KV that are in use, or may be found again."""
+
+    num_requests: int = 0
+    max_num_seqs: int = 0
+    num_blocks: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests and {self.num_blocks} blocks of KV"
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedWorker:
     """One worker as the controller knows it. `since` is when its phase began, in seconds of the controller's clock.
-    `pending`: it starts, and has no room in the cluster yet. `leaves_at`: when its node is taken away, by that clock."""
+    `pending`: it starts, and has no room in the cluster yet. `leaves_at`: when its node is taken away, by that clock.
+    `failing`: it does not answer, or says that it makes no progress. `held` None: it has not said yet."""
 
     pool: str
     index: int
@@ -67,10 +81,21 @@ class ObservedWorker:
     pending: bool = False
     leaves_at: float | None = None
     revision: str = STABLE
+    failing: bool = False
+    held: Held | None = None
 
     @property
     def worker_id(self) -> str:
         return worker_id(self.pool, self.index)
+
+    @property
+    def price(self) -> tuple[bool, bool, int, int, int]:
+        """What its leaving costs: who fails is no loss; then by the requests that it has to finish, in tenths of its rows
+        (those begun count, so that an idle one is cheaper than any other, and one sequence more outweighs no cache), then
+        by the KV that goes with it. Who has not said anything may have all of it. Of equals the highest index."""
+        its = self.held or Held()
+        tenths = -(-10 * its.num_requests // max(its.max_num_seqs, 1))
+        return not self.failing, self.held is None, tenths, its.num_blocks, -self.index
 
     def is_found(self, now: float) -> bool:
         """Whether it stays, and routers place on it by now."""

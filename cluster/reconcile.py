@@ -87,7 +87,7 @@ def reconcile(
                 actions += [leave(worker, "its pool is not wanted any more") for worker in staying]
             continue
         surplus = _surplus(staying, target, rollouts) if desired.trusted else []
-        actions += [leave(worker, f"{target.replicas} wanted in its pool") for worker in surplus]
+        actions += [leave(worker, _surplus_reason(worker, target)) for worker in surplus]
         kept = [worker for worker in staying if worker not in surplus]
         if desired.trusted:
             actions += [*_flips(kept, target), *departures(kept, target, rollouts, now)]
@@ -158,21 +158,29 @@ def _departures(
 
 def _surplus(staying: list[ObservedWorker], target: DesiredPool, rollouts: Rollouts) -> list[ObservedWorker]:
     """Those beyond the wanted number: first who is not ready yet, then who is to be replaced anyway, then who would have to
-    change its role to stay; of equals the highest index."""
+    change its role to stay; of equals whose leaving costs least."""
     old = misfits(staying, target)
-    by_index = sorted(staying, key=lambda worker: -worker.index)
-    ready = [worker for worker in by_index if worker.phase is Phase.READY]
+    by_price = sorted(staying, key=lambda worker: worker.price)
+    ready = [worker for worker in by_price if worker.phase is Phase.READY]
     other = [worker for worker in ready if worker.role is not target.role]
     too_many_lent = max(len(other) - target.lent, 0)
-    order = [worker for worker in by_index if worker.phase is not Phase.READY]
+    order = sorted(
+        (worker for worker in by_price if worker.phase is not Phase.READY),
+        key=lambda worker: (not worker.pending, -worker.since),  # the youngest has the longest way to go
+    )
     serving = [
         *other[:too_many_lent],
         *(worker for worker in ready if worker.role is target.role),
         *other[too_many_lent:],
     ]
-    order += sorted(serving, key=lambda worker: worker not in old)
+    order += sorted(serving, key=lambda worker: (not worker.failing, worker not in old))
     too_many = len(staying) - target.replicas - min(rollouts.max_surge, len(old), target.replicas)
     return order[: max(too_many, len(old) - target.replicas, 0)]
+
+
+def _surplus_reason(worker: ObservedWorker, target: DesiredPool) -> str:
+    its = f"; it has {worker.held}" if worker.held is not None and worker.phase is Phase.READY else ""
+    return f"{target.replicas} wanted in its pool{its}"
 
 
 def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
@@ -184,15 +192,16 @@ def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
 
 
 def _flips(kept: list[ObservedWorker], target: DesiredPool) -> Iterator[SetRole]:
-    """Workers start in their pool's own role. Who is lent already stays so; others go by the highest index, and come back
-    by the lowest. While others of the pool are away (they start again), the last one is not lent, or comes back."""
+    """Workers start in their pool's own role. Who is lent already stays so; others go who have the least to finish beside
+    their new role (one that fails would be no help there), and come back by the lowest index. While others of the pool are
+    away (they start again), the last one is not lent, or comes back."""
     lent_role = target.role.other
     ready = sorted((worker for worker in kept if worker.phase is Phase.READY), key=lambda worker: worker.index)
     number = target.lent_of(len(ready))
     lent = [worker for worker in ready if worker.role is lent_role and lent_role is not target.role]
     staying = lent[max(len(lent) - number, 0) :]
-    own = [worker for worker in ready if worker not in lent]
-    going = own[max(len(own) - (number - len(staying)), 0) :]
+    own = sorted((worker for worker in ready if worker not in lent), key=lambda its: (its.failing, its.price))
+    going = own[: number - len(staying)]
     for worker in ready:
         wanted = lent_role if worker in staying or worker in going else target.role
         if worker.role is not wanted:

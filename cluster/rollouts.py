@@ -29,9 +29,9 @@ def misfits(workers: Sequence[ObservedWorker], target: DesiredPool) -> list[Obse
 
 
 def departures(kept: Sequence[ObservedWorker], target: DesiredPool, rollouts: Rollouts, now: float) -> list[Action]:
-    """Of the old ones: who does not serve yet goes at once, of the others as many as the pool may be without. Where it may
-    be without none, a new one counts once routers had the time to find it."""
-    old = sorted(misfits(kept, target), key=lambda worker: -worker.index)
+    """Of the old ones: who does not serve yet goes at once, of the others as many as the pool may be without, first those
+    whose leaving costs least. Where it may be without none, a new one counts once routers had the time to find it."""
+    old = sorted(misfits(kept, target), key=lambda worker: worker.price)
     serving = [worker for worker in old if worker.phase is Phase.READY]
     num_serving = sum(
         worker.is_found(now) if not rollouts.max_unavailable else worker.phase is Phase.READY for worker in kept

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc.aio
 
+from cluster.lifecycle import Held
 from headrace import wire
 from headrace.costmodel import CostModel
 from headrace.errors import InternalError, WorkerLost
@@ -58,6 +59,12 @@ class WorkerReport:
     links: tuple[LinkReport, ...] = field(default=())
     routers: frozenset[str] = frozenset()
     num_requests: int = 0
+
+    @property
+    def held(self) -> Held:
+        """Who only prefills has no requests of its own: prompts are over in less time than a drain is asked for."""
+        blocks = self.blocks
+        return Held(self.num_requests, self.max_num_seqs, blocks.active + blocks.pinned + blocks.cached)
 
 
 class WorkerClient:

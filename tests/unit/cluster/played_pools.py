@@ -21,6 +21,7 @@ class Pools:
     found: list[list[Adopted] | None] = field(default_factory=list)
     head_silent_seconds: float = 0.0
     trouble: str = ""
+    named: bool = False  # addresses are ids: whoever is asked knows who is asked
 
     def note(self, what: str) -> None:
         self.happened.append(what)
@@ -34,7 +35,7 @@ class Pools:
 
     async def start(self, spec: WorkerSpec, progress: Progress) -> Addresses:
         self.note(f"{spec.worker_id} starts")
-        return Addresses("127.0.0.1:1", "127.0.0.1:1")
+        return Addresses(spec.worker_id if self.named else "127.0.0.1:1", "127.0.0.1:1")
 
     async def ended(self, worker_id: str, generation: int) -> str:
         await self.gone[worker_id].wait()

@@ -48,11 +48,16 @@ class Controlled(control_pb2_grpc.ControlServicer):
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.draining = False
+        self.num_cached = 0
 
     async def Describe(
         self, request: control_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.DescribeResponse:
-        return control_pb2.DescribeResponse(info=wire.worker_to_pb(self.info), draining=self.draining)
+        return control_pb2.DescribeResponse(
+            info=wire.worker_to_pb(self.info),
+            draining=self.draining,
+            blocks=control_pb2.BlockCounts(cached=self.num_cached),
+        )
 
     async def SetRole(
         self, request: control_pb2.SetRoleRequest, context: grpc.aio.ServicerContext
@@ -162,6 +167,15 @@ async def test_a_role_is_lent_through_the_workers_own_service_and_comes_back(sta
     )
     await stage.advisor.round()
     assert stage.roles() == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+
+
+async def test_who_is_lent_has_the_least_to_lose_whatever_its_index(stage: Stage) -> None:
+    stage.workers["prefill-1"].num_cached = 100
+    await stage.state.write_desired(
+        Desired({"prefill": DesiredPool(Role.PREFILL, 2, lent=1), "decode": DesiredPool(Role.DECODE, 1)})
+    )
+    await stage.advisor.round()
+    assert stage.roles() == {"prefill-0": "decode", "prefill-1": "prefill", "decode-0": "decode"}
 
 
 async def test_load_that_shifts_to_decode_flips_a_role_and_advises_more_but_sets_no_size(stage: Stage) -> None:
