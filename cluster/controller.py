@@ -18,7 +18,7 @@ from cluster.canary.control import Canary
 from cluster.lifecycle import Action, Desired, Drain, History, Observed, ObservedWorker, Phase, Remove, SetRole, Start
 from cluster.pools import WAITING, Addresses, RayPools
 from cluster.reconcile import headless, reconcile
-from cluster.rollouts import Rollouts
+from cluster.rollouts import Rollouts, held_up, waiting
 from cluster.specs import observed_worker, spec_of
 from cluster.state import ControlState, ObservedState, WorkerRecord, rebuilt
 from cluster.worker_client import WorkerClient, WorkerReport, described
@@ -83,6 +83,8 @@ class Controller:
         self._clock = clock
         self._autoscaler = autoscaler
         self._canary = canary
+        how = config.rollouts
+        self._rollouts = Rollouts(how.max_unavailable, how.max_surge, config.autoscaling.budget_gpus)
         self._token = secrets.token_hex(8)
         self._workers: dict[str, _Worker] = {}
         self._history: dict[str, History] = {}
@@ -120,9 +122,8 @@ class Controller:
 
     def _needed(self, desired: Desired) -> list[Action]:
         scaling = self._config.autoscaling
-        budget, how = scaling.budget_gpus if scaling.scales else None, self._config.rollouts
-        rollouts = Rollouts(how.max_unavailable, how.max_surge, scaling.budget_gpus)
-        actions = reconcile(desired, self._observed(), self._clock.now(), budget, rollouts)
+        budget = scaling.budget_gpus if scaling.scales else None
+        actions = reconcile(desired, self._observed(), self._clock.now(), budget, self._rollouts)
         return headless(actions, self._observed().workers) if self._pools.head_silent_seconds else actions
 
     async def _hear_notices(self, tasks: asyncio.TaskGroup) -> None:
@@ -172,9 +173,12 @@ class Controller:
         """As the autoscaler wants it, where there is one. One that fails costs its own decision, and nothing else."""
         if self._autoscaler is None:
             return desired
+        # Who only comes in another's place, and has no room, is none of its sizes: it would wait for it to start.
+        beside = waiting(self._wanted or desired, [its.seen for its in self._workers.values()])
         seen = [
             Seen(its.seen, its.report, self._history.get(slot, History()).failures)
             for slot, its in self._workers.items()
+            if its.seen not in beside
         ]
         try:
             return await self._autoscaler.turn(desired, seen, reserved_gpus)
@@ -215,7 +219,13 @@ class Controller:
         )
         desired = {name: pool.replicas for name, pool in self._wanted.pools.items()} if self._wanted else None
         history = {slot: (past.generation, past.failures, past.reason) for slot, past in self._history.items()}
-        await self._state.write_observed(ObservedState(self._token, records, desired, history, self._pools.trouble))
+        await self._state.write_observed(ObservedState(self._token, records, desired, history, self._trouble(now)))
+
+    def _trouble(self, now: float) -> str:
+        """What an operator should know: of Ray's head, and of rollouts that wait for room."""
+        patience, seen = self._config.autoscaling.pending_seconds, [its.seen for its in self._workers.values()]
+        stopped = held_up(self._wanted, seen, self._rollouts, now, patience) if self._wanted is not None else ""
+        return "; ".join(filter(None, (self._pools.trouble, stopped)))
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -258,7 +268,9 @@ class Controller:
         spec = spec_of(action, self._config, self._canary, self._redis_url, self._host)
 
         def progress(reason: str) -> None:
-            worker.seen = replace(worker.seen, reason=reason, pending=reason.startswith(WAITING))
+            pending, now = reason.startswith(WAITING), self._clock.now()
+            since = now if worker.seen.pending and not pending else worker.seen.since  # it starts from now on
+            worker.seen = replace(worker.seen, reason=reason, pending=pending, since=since)
             self._changed.set()
 
         worker.task = tasks.create_task(self._live(worker, self._pools.start(spec, progress)))

@@ -34,7 +34,7 @@ from cluster.lifecycle import (
     leave,
     worker_id,
 )
-from cluster.rollouts import Rollouts, departures, misfits, num_beside, surge_gpus
+from cluster.rollouts import Rollouts, departures, misfits, num_beside, surge_gpus, waiting
 from headrace.values import Role
 
 START_SECONDS = 600.0
@@ -54,10 +54,16 @@ def reconcile(
     of workers that still hold theirs; `rollouts`, who goes for another layout or other settings."""
     actions: list[Action] = []
     starts: list[Start] = []
-    actions += _removals(observed.workers, now)
+    beside = waiting(desired, observed.workers) if desired.trusted else []
+    actions += _removals([worker for worker in observed.workers if worker not in beside], now)
     gone = {action.worker_id for action in actions if isinstance(action, Remove)}
     serving = {(worker.role, worker.revision) for worker in observed.workers if worker.is_found(now)}
     beside_gpus = surge_gpus(desired, [its for its in observed.workers if its.worker_id not in gone], rollouts)
+    for worker in beside:
+        if beside_gpus is not None and beside_gpus < 0:
+            actions.append(leave(worker, "the budget has its GPUs for others, and it has no room yet"))
+            gone.add(worker.worker_id)
+            beside_gpus += worker.layout.world_size
     for pool in sorted({*desired.pools, *(worker.pool for worker in observed.workers)}):
         workers = [worker for worker in observed.workers if worker.pool == pool]
         staying = [

@@ -5,6 +5,9 @@ and maxSurge. Pure; `cluster.reconcile` asks.
     surges   as long as old ones are there, or drain, no more than `replicas` + max_surge workers hold GPUs
 
 A pool of N takes N ÷ (max_unavailable + max_surge) rounds of a drain and a start.
+
+Who surges and finds no room in the cluster waits for it, and holds nothing else up: with max_unavailable old ones drain
+without it, and it takes theirs; without, the rollout waits with it, and held_up() says so, for none may be missing.
 """
 
 from collections import Counter
@@ -66,12 +69,50 @@ def num_beside(
     return max(number if free_gpus is None else min(number, free_gpus // target.layout.world_size), 0)
 
 
+def waiting(desired: Desired, workers: Sequence[ObservedWorker]) -> list[ObservedWorker]:
+    """Those that surge and have no room in the cluster yet: of each pool's that have none as many as are beyond its size
+    with the old ones that drain, the youngest first."""
+    found: list[ObservedWorker] = []
+    for pool, target in sorted(desired.pools.items()):
+        its = [worker for worker in workers if worker.pool == pool and worker.leaves_at is None]
+        staying = [worker for worker in its if worker.phase in (Phase.STARTING, Phase.READY)]
+        without = sorted((one for one in staying if one.pending), key=lambda one: (-one.since, -one.index))
+        leaving = misfits([worker for worker in its if worker.phase in (Phase.DRAINING, Phase.DRAINED)], target)
+        if leaving or misfits(staying, target):
+            found += without[: max(len(staying) + len(leaving) - target.replicas, 0)]
+    return found
+
+
+def held_up(
+    desired: Desired, workers: Sequence[ObservedWorker], rollouts: Rollouts, now: float, patience_seconds: float
+) -> str:
+    """Why the workers of some pool cannot be replaced: who is to come first has had no room for longer than
+    `patience_seconds`, or the budget has none for it, and nobody may be missing. Empty where nothing is held up."""
+    if rollouts.max_unavailable or not desired.trusted:
+        return ""
+    said, beside, free = [], waiting(desired, workers), surge_gpus(desired, workers, rollouts)
+    for pool, target in sorted(desired.pools.items()):
+        its = [worker for worker in workers if worker.pool == pool and worker.leaves_at is None]
+        old = misfits([worker for worker in its if worker.phase is Phase.READY], target)
+        theirs = [worker for worker in beside if worker.pool == pool and now - worker.since > patience_seconds]
+        if old and theirs:
+            first = theirs[-1]
+            why = f"{first.worker_id} {first.reason} beside them for {now - first.since:.0f} s"
+        elif old and len(its) == target.replicas and free is not None and free < target.layout.world_size:
+            why = f"the budget of {rollouts.budget_gpus} GPUs holds none of {target.layout} beside them"
+        else:
+            continue
+        said.append(f"{pool}: {len(old)} to be replaced, {why}, and rollouts.max_unavailable is 0")
+    return "; ".join(said)
+
+
 def surge_gpus(desired: Desired, workers: Sequence[ObservedWorker], rollouts: Rollouts) -> int | None:
-    """What the budget leaves beside all that pools hold, or are to hold."""
+    """What the budget leaves beside all that pools hold, or are to hold; less than nothing where those that surge hold what
+    another pool is to have by now."""
     if rollouts.budget_gpus is None:
         return None
     held = Counter[str]()
     for worker in workers:
         held[worker.pool] += worker.layout.world_size
     taken = held | Counter({name: pool.num_gpus for name, pool in desired.pools.items()})  # of each pool the most
-    return max(rollouts.budget_gpus - taken.total(), 0)
+    return rollouts.budget_gpus - taken.total()
