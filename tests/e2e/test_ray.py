@@ -1,7 +1,7 @@
 """Whole clusters on one Ray of three nodes: any layout hands over to any other, what dies is replaced, and sizes follow the
 load.
 
-The nodes have 2, 1 and 1 GPUs that nothing computes on: they stand for room, so that placement is real.
+`conftest` has the nodes, of 2, 1 and 1 GPUs.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from unittest.mock import ANY
 
@@ -46,6 +46,7 @@ from headrace.config import (
 from headrace.errors import Unavailable
 from headrace.store import Store, connect
 from headrace.values import ParallelLayout
+from tests.e2e.nodes import add_node
 from tests.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.timeout(600)]
@@ -54,30 +55,6 @@ ONE = ParallelLayout()
 PROMPT = [5 + (7 * at) % 240 for at in range(45)]
 NUM_TOKENS = 10
 WAIT_SECONDS = 240.0  # on a machine that is busy with other things
-
-
-@pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[Cluster]:
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False},
-    )
-    try:
-        for _ in range(2):
-            add_node(cluster)
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-def add_node(cluster: Cluster) -> None:
-    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
-
-
-@pytest.fixture(scope="module")
-def ray_address(ray_nodes: Cluster) -> str:
-    address: str = ray_nodes.address
-    return address
 
 
 @pytest.fixture(scope="module")
