@@ -13,10 +13,12 @@ from cluster.planning.outlook import WhatIf
 from cluster.planning.prediction import Prediction
 from cluster.planning.settle import Settled
 from cluster.planning.shapes import SERVED, ModelSpec, Precision
+from cluster.planning.sizing import MOST_WORKERS, Unreachable
 from cluster.planning.traffic import Traffic
 
 SURE_SCV = 2.0  # of arrivals, up to which predictions were held against simulations
 FEWEST_BURSTS = 40  # in a run that says anything of them, as of requests
+MOST_NAMED = 3  # ways of serving in one line
 DOUBT = 0.15  # between predicted and simulated, from which on it is said
 
 
@@ -182,6 +184,20 @@ def _bursts(asked: PlanAsked, chosen: Settled, scv: float) -> list[str]:
     ]
 
 
+def not_compared(asked: PlanAsked, unreachable: Sequence[Unreachable]) -> list[str]:
+    """Ways that would need more workers than are counted to, of those that were asked for."""
+    ways = [
+        one.way for one in unreachable if one.too_many and (asked.serve == "any" or one.way.startswith(asked.serve))
+    ]
+    if not ways:
+        return []
+    others = f", and {len(ways) - MOST_NAMED} more" if len(ways) > MOST_NAMED else ""
+    return [
+        f"more than {MOST_WORKERS:,} workers of a pool are not counted to: wider ones may have been taken though these are "
+        f"cheaper: {'; '.join(ways[:MOST_NAMED])}{others}"
+    ]
+
+
 def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Prediction) -> list[str]:
     option, target = chosen.option, asked.slo.target
     found = []
@@ -191,6 +207,8 @@ def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Pr
             f"the SLO did not hold in simulation after {len(chosen.rounds)} rounds: {last.attainment:.1%}, and "
             f"{100 * target.attainment:g}% are asked for"
         )
+        if (more := chosen.no_better) is not None:
+            found[-1] += f"; more workers change nothing: {more.pools.said} keep it at {more.simulated.attainment:.1%}"
     found += option.gpu.notes
     if chosen.rounds:
         found += _by_simulation(chosen, target)

@@ -27,6 +27,7 @@ SETTLED_STAYS = 2.0  # after that a run lasts at least so many more
 PROPORTION = 1.04  # by which pools that are cut may differ
 MOST_TIMES = 3  # as many requests as were asked for, where a run would else be too short
 MOST_TOKENS = 800_000  # that a run may generate: seconds of one core
+MOST_RUN_WORKERS = 1500  # each is megabytes
 NEAR = 2.0  # deviations between what a run shows and what is asked for, within which it does not tell
 
 
@@ -72,10 +73,12 @@ def part(
     pools: Pools, per_second: float, num_requests: int, most_requests: int, stay_seconds: float
 ) -> tuple[Pools, float, int]:
     """(pools, requests a second, requests) of a run that lasts as long as it must, of at least `num_requests`. Where more
-    than `most_requests` were needed, of a part of the pools that keeps their proportions; beyond twice as many never."""
+    than `most_requests` were needed, or there are more workers than may run, of a part of the pools that keeps their
+    proportions; beyond twice as many requests never."""
     needed = _needed(per_second, stay_seconds)
     sizes = [number for number in _sizes(pools) if number]
-    shrink = min(needed / most_requests * PROPORTION, float(min(sizes)))
+    shrink = max(needed / most_requests * PROPORTION, sum(sizes) / MOST_RUN_WORKERS)
+    shrink = min(shrink, float(min(sizes)))
     while shrink > 1:
         small = Pools(*(round(number / shrink) for number in (pools.prefill, pools.decode, pools.unified)))
         kept = [new / old for new, old in zip(_sizes(small), _sizes(pools), strict=True) if old]

@@ -134,7 +134,9 @@ def options(
             found.append(Option(kind, gpu, on_prefill, on_decode, prefill, decode, sized.pools, pools, sized.reason))
         elif isinstance(sized, Unreachable):
             where = f"on {gpu.name}, {kind}, {on_prefill.layout} and {on_decode.layout}, "
-            unreachable.append(replace(sized, reason=where + sized.reason))
+            layouts = f"{on_prefill.layout} → {on_decode.layout}" if kind == "disaggregated" else on_decode.layout
+            way = f"{kind} on {gpu.name}, {layouts}"
+            unreachable.append(replace(sized, reason=where + sized.reason, way=way))
     found.sort(key=lambda option: (option.per_hour, option.num_gpus, option.pools.num_workers))
     return found, unreachable
 

@@ -129,7 +129,7 @@ def make(asked: PlanAsked, model: ModelSpec, say: Say = lambda line: None) -> Pl
         else None,
         assumptions=caveats.assumptions(asked, model, option, traffic),
         unknowns=caveats.unknowns(asked, option),
-        warnings=caveats.warnings(asked, chosen, traffic, prediction),
+        warnings=caveats.warnings(asked, chosen, traffic, prediction) + caveats.not_compared(asked, unreachable),
     )
 
 

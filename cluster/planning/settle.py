@@ -28,12 +28,14 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class Settled:
     """A way to serve whose `needed` pools kept the SLO in simulation (`holds`), after these rounds. Without simulation
-    there are none, and prediction alone says so. `full`: the run with the spare workers."""
+    there are none, and prediction alone says so. `full`: the run with the spare workers. `no_better`: the largest pools
+    that more rounds might have come to, where they do not keep it either."""
 
     option: Option
     rounds: tuple[Round, ...]
     holds: bool
     full: Simulated | None = None
+    no_better: Round | None = None
 
 
 def within(asked: PlanAsked, ways: list[Option], available: dict[str, int | None]) -> list[Option]:
@@ -86,34 +88,60 @@ def best(ways: list[Option], kind: Kind) -> Option | None:
 def settle(
     asked: PlanAsked, option: Option, traffic: Traffic, load: Load, target: Target, context: int, say: Say
 ) -> Settled:
-    """Grows what the simulation finds too small. The pool whose limit was missed more often grows."""
+    """Grows what the simulation finds too small. The pool whose limit was missed more often grows. Where that changed no
+    more than chance does, the largest pools that all rounds might come to are run at once: what does not hold there holds
+    nowhere on the way."""
     rounds: list[Round] = []
-    spare = asked.headroom.spare_workers
+    spare, looked_ahead = asked.headroom.spare_workers, False
     if not asked.simulate.requests:
         return Settled(option, (), True)
-    for _ in range(MOST_ROUNDS):
+
+    def run(pools: Pools) -> Round:
+        found = _simulated(asked, option, pools, traffic, load, target, context)
+        say(f"{option.kind} {_short(pools)}: {found.attainment:.1%} of simulated requests keep the SLO")
+        return Round(pools, found, option.predict(pools, load, target))
+
+    while True:
         needed = option.needed
-        found = _simulated(asked, option, needed, traffic, load, target, context)
-        rounds.append(Round(needed, found, option.predict(needed, load, target)))
-        say(f"{option.kind} {_short(needed)}: {found.attainment:.1%} of simulated requests keep the SLO")
-        if found.holds(target):
-            return Settled(option, tuple(rounds), True)
+        rounds.append(run(needed))
+        found = rounds[-1].simulated
+        if found.holds(target) or len(rounds) == MOST_ROUNDS:
+            return Settled(option, tuple(rounds), found.holds(target))
+        if not looked_ahead and len(rounds) > 1 and _is_equal(rounds[-2].simulated, found):
+            looked_ahead = True
+            largest = run(_largest(needed, MOST_ROUNDS - len(rounds)))
+            if not largest.simulated.holds(target):
+                return Settled(option, tuple(rounds), False, no_better=largest)
         option = option.with_needed(_grown(needed, found, target), spare)
-    return Settled(option, tuple(rounds), False)
+
+
+def _is_equal(before: Simulated, after: Simulated) -> bool:
+    return after.attainment - before.attainment <= max(before.deviation, after.deviation)
+
+
+def _largest(needed: Pools, rounds: int) -> Pools:
+    """That so many rounds come to at most, whichever pools they grow and however much."""
+    for _ in range(rounds):
+        needed = Pools(*(_more(number, 2.5 * GROWTH) if number else 0 for number in _numbers(needed)))
+    return needed
+
+
+def _numbers(pools: Pools) -> tuple[int, int, int]:
+    return pools.prefill, pools.decode, pools.unified
+
+
+def _more(number: int, step: float) -> int:
+    return number + max(1, int(number * step))
 
 
 def _grown(needed: Pools, found: Simulated, target: Target) -> Pools:
     """A tenth more, or a quarter where most of what was asked for is missing."""
     step = GROWTH if found.attainment > target.attainment / 2 else 2.5 * GROWTH
-
-    def more(number: int) -> int:
-        return number + max(1, int(number * step))
-
     if needed.unified:
-        return replace(needed, unified=more(needed.unified))
+        return replace(needed, unified=_more(needed.unified, step))
     if found.ttft_attainment <= found.tpot_attainment:
-        return replace(needed, prefill=more(needed.prefill))
-    return replace(needed, decode=more(needed.decode))
+        return replace(needed, prefill=_more(needed.prefill, step))
+    return replace(needed, decode=_more(needed.decode, step))
 
 
 def _short(pools: Pools) -> str:

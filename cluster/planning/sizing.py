@@ -35,12 +35,15 @@ class Idle:
 @dataclass(frozen=True, slots=True)
 class Unreachable:
     """No number of workers meets this SLO: a request that has the pools to itself already misses it. `attainment` is what
-    such requests reach, `ttft_seconds` and `tpot_seconds` what that share of them would have to be allowed."""
+    such requests reach, `ttft_seconds` and `tpot_seconds` what that share of them would have to be allowed. `too_many`:
+    some number would, beyond MOST_WORKERS. `way`: of serving, where several were tried."""
 
     attainment: float
     ttft_seconds: float
     tpot_seconds: float
     reason: str
+    too_many: bool = False
+    way: str = ""
 
     def beyond(self, target: Target) -> float:
         """How many times as long the one or the other would have to be allowed."""
@@ -131,7 +134,7 @@ def _unreachable(many: Pools, prefill: Worker, decode: Worker, load: Load, targe
     ttft, tpot = alone.ttft_within_share(share), alone.tpot_within_share(share)
     if alone.attainment >= share:
         why = f"{load.requests_per_second:.3g} requests/s need more than {MOST_WORKERS:,} workers of a pool"
-        return Unreachable(alone.attainment, ttft, tpot, why)
+        return Unreachable(alone.attainment, ttft, tpot, why, too_many=True)
     return Unreachable(
         alone.attainment,
         ttft,
