@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from headrace.costmodel import CostModel
+from headrace.devicecost import DeviceCost
 from loadtests import gpu_start, gpu_steps
 from loadtests.gpu_serving import continuous_vs_static, idle_fraction, prefix_cache_speedup, prompts
 from loadtests.one_rank import ENGINE, LLAMA_8B, OneRank
@@ -160,7 +161,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def cost_of(path: str) -> CostModel:
     """Of a card's file."""
-    return CostModel(**json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["cost"])
+    return DeviceCost.from_json(json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["cost"])
 
 
 def main() -> int:

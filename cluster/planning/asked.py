@@ -39,7 +39,8 @@ class _Section(BaseModel):
 
 class GpuAsked(_Section):
     """A GPU type. Its figures are for one that is not known, or to overrule its data sheet: together, or none; their ranges
-    are those of any GPU there may soon be, in these units. `per_host` null: as its data sheet says, 8 of your own."""
+    are those of any GPU there may soon be, in these units. `per_host` null: as its data sheet says, 8 of your own;
+    `multiprocessors` alike, 132."""
 
     type: str = Field(pattern=r"^[\w.+-]([\w .+-]{0,38}[\w.+-])?$")
     price_per_hour: Price
@@ -51,6 +52,7 @@ class GpuAsked(_Section):
         default=None, ge=0.1, le=1e5, description="between two GPUs of a host, one way"
     )
     per_host: int | None = Field(default=None, ge=1, le=72)
+    multiprocessors: int | None = Field(default=None, ge=1, le=10_000)
 
     @field_validator("type")
     @classmethod
@@ -65,12 +67,12 @@ class GpuAsked(_Section):
                     f"gpus: of {self.type} give all of memory_gb, tflops, memory_tb_per_second, link_gb_per_second, or none"
                 )
             memory, flops, read, link = (float(figure or 0) for figure in figures)
-            sheet = Sheet(memory * 1e9, flops * 1e12, read * 1e12, link * 1e9, self.per_host or 8)
-            return find(self.type, self.price_per_hour, sheet)
-        found = find(self.type, self.price_per_hour)
-        if self.per_host is None:
-            return found
-        return replace(found, sheet=replace(found.sheet, per_host=self.per_host))
+            found = find(self.type, self.price_per_hour, Sheet(memory * 1e9, flops * 1e12, read * 1e12, link * 1e9))
+        else:
+            found = find(self.type, self.price_per_hour)
+        sheet = found.sheet
+        per_host, multiprocessors = self.per_host or sheet.per_host, self.multiprocessors or sheet.multiprocessors
+        return replace(found, sheet=replace(sheet, per_host=per_host, multiprocessors=multiprocessors))
 
 
 class TokensAsked(_Section):

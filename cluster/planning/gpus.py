@@ -7,7 +7,9 @@ bfloat16), so that another model's times follow from its own bytes and operation
                             the 8B shape (4.62 ms), of 20 layers of the 70B shape (9.38 and, in another run, 9.85 ms) and of
                             two ranks of those (5.45 ms)
     layer_seconds           what is left of a decode step: launches, norms, latency; by layer, whatever its width
-    attention_flops         the paged attention kernel's, by what a token × context takes
+    attention_flops         the paged attention kernel's on a full device, by what a token × context takes
+    launch_seconds          of attention of prompts in a layer: begin and end of its launch
+    whole_*                 the same of a prompt that is alone in its step and whole: the dense kernel's
     matrix_flops            a prompt's linear layers ÷ the seconds a token; norms and the rest are in it
     attention_bytes_per_second  the decode attention kernel's
 
@@ -20,6 +22,7 @@ from typing import Literal
 
 from cluster.planning.shapes import KNOWN, Precision
 from cluster.simulation import cards
+from headrace.devicecost import DeviceCost
 from headrace.errors import ConfigError
 
 BASIS = KNOWN["meta-llama/Llama-3.1-8B"]
@@ -61,21 +64,23 @@ class Sheet:
     link_bytes_per_second: float
     per_host: int = 8
     link: str = "NVLink"
+    multiprocessors: int = 132  # the measured cards', where nobody says
 
 
 SHEETS: dict[str, Sheet] = {
     "h100": Sheet(79 * 2**30, 989e12, 3.35e12, 450e9),
     "h200": Sheet(140 * 2**30, 989e12, 4.8e12, 450e9),
-    "a100": Sheet(80e9, 312e12, 2.039e12, 300e9),
-    "l40s": Sheet(48e9, 362e12, 0.864e12, 32e9, link="PCIe 4"),
-    "l4": Sheet(24e9, 121e12, 0.3e12, 32e9, link="PCIe 4"),
-    "b200": Sheet(180e9, 2250e12, 8.0e12, 900e9),
+    "a100": Sheet(80e9, 312e12, 2.039e12, 300e9, multiprocessors=108),
+    "l40s": Sheet(48e9, 362e12, 0.864e12, 32e9, link="PCIe 4", multiprocessors=142),
+    "l4": Sheet(24e9, 121e12, 0.3e12, 32e9, link="PCIe 4", multiprocessors=58),
+    "b200": Sheet(180e9, 2250e12, 8.0e12, 900e9, multiprocessors=148),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One kind of GPU, priced an hour. `prefill_base_seconds` is of the basis shape, and grows with the weights."""
+    """One kind of GPU, priced an hour. `prefill_base_seconds` is of the basis shape, without launches of attention, and
+    grows with the weights."""
 
     name: str
     price_per_hour: float
@@ -88,6 +93,9 @@ class GpuType:
     layer_seconds: Figure
     sequence_seconds: Figure
     prefill_base_seconds: Figure
+    launch_seconds: Figure
+    whole_attention_flops: Figure
+    whole_launch_seconds: Figure
     transfer_base_seconds: float
     notes: tuple[str, ...] = field(default=())
     record: Mapping[str, float] = field(default_factory=dict)  # as of cluster.simulation.cards.Card
@@ -111,6 +119,9 @@ class GpuType:
             "layer_seconds",
             "sequence_seconds",
             "prefill_base_seconds",
+            "launch_seconds",
+            "whole_attention_flops",
+            "whole_launch_seconds",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -119,6 +130,8 @@ def measured(name: str, price_per_hour: float = 0.0) -> GpuType:
     """A card with measurements, taken apart."""
     card, sheet = cards.load(name), SHEETS[name]
     cost, source = card.cost, f"docs/benchmarks/engine-{name}.json"
+    assert isinstance(cost, DeviceCost)
+    kernels, launches = f"docs/benchmarks/kernels-{name}.json", cost.attention_launch_seconds
 
     def figure(value: float, source: str = source, uncertainty: float = 0.1) -> Figure:
         return Figure(value, "measured", source, uncertainty)
@@ -130,19 +143,20 @@ def measured(name: str, price_per_hour: float = 0.0) -> GpuType:
         price_per_hour=price_per_hour,
         sheet=sheet,
         matrix_flops=figure(BASIS.linear_flops_per_token / cost.prefill_token_seconds),
-        attention_flops=figure(
-            BASIS.attention_flops_per_token_context / cost.prefill_token_context_seconds,
-            f"docs/benchmarks/kernels-{name}.json",
-        ),
-        read_bytes_per_second=figure(read, f"docs/benchmarks/kernels-{name}.json (copy), parallel-half-h200.json"),
+        attention_flops=figure(BASIS.attention_flops_per_token_context / cost.prefill_token_context_seconds, kernels),
+        read_bytes_per_second=figure(read, f"{kernels} (copy), parallel-half-h200.json"),
         attention_bytes_per_second=figure(
-            BASIS.kv_bytes_per_token(BASIS_PRECISION) / cost.decode_context_token_seconds,
-            f"docs/benchmarks/kernels-{name}.json",
+            BASIS.kv_bytes_per_token(BASIS_PRECISION) / cost.decode_context_token_seconds, kernels
         ),
         link_bytes_per_second=figure(cost.transfer_bytes_per_second, "docs/benchmarks/kernels-h200-pull.json"),
         layer_seconds=figure(left / BASIS.num_layers),
         sequence_seconds=figure(cost.decode_sequence_seconds),
-        prefill_base_seconds=figure(cost.prefill_base_seconds),
+        prefill_base_seconds=figure(cost.prefill_base_seconds - launches),
+        launch_seconds=figure(launches / BASIS.num_layers, kernels),
+        whole_attention_flops=figure(
+            BASIS.attention_flops_per_token_context / cost.whole.token_context_seconds, kernels
+        ),
+        whole_launch_seconds=figure(cost.whole.launch_seconds / BASIS.num_layers, kernels),
         transfer_base_seconds=cost.transfer_base_seconds,
         record=card.record,
     )
@@ -183,6 +197,9 @@ def from_sheet(name: str, sheet: Sheet, price_per_hour: float = 0.0, origin: Ori
             slower, value=basis_sequence / slower.value, source="as matrix_flops", uncertainty=0.5
         ),
         prefill_base_seconds=copied("prefill_base_seconds"),
+        launch_seconds=copied("launch_seconds"),
+        whole_attention_flops=figure("whole_attention_flops", "flops"),
+        whole_launch_seconds=copied("whole_launch_seconds"),
         transfer_base_seconds=known[0].transfer_base_seconds,
         notes=(f"{name} was never measured with this engine: its figures are from {where}, and times may be 30 % off",),
     )

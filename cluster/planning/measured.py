@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from random import Random
 from typing import Any
@@ -27,8 +27,8 @@ from cluster.simulation.fleet import Fleet, Simulation
 from cluster.simulation.policies import Simple, prompt_load, sequence_load
 from cluster.simulation.results import Served, Tally
 from headrace import traces
-from headrace.costmodel import CostModel
 from headrace.deployments import Deployment
+from headrace.devicecost import DeviceCost
 from headrace.generators import at_rate
 from headrace.goodput import Slo, percentiles
 from headrace.traces import TraceRow
@@ -129,7 +129,7 @@ def _summary(latencies: Sequence[tuple[float, float | None]]) -> dict[str, float
     }
 
 
-class SumOfParts(CostModel):
+class SumOfParts(DeviceCost):
     """A step with prompts and decodes takes what both would take alone, but for the smaller base."""
 
     def step_seconds(
@@ -141,8 +141,10 @@ class SumOfParts(CostModel):
         *,
         padding_tokens: int = 0,
     ) -> float:
-        computed = self.prefill_base_seconds + self.prefill_token_seconds * (prefill_tokens + padding_tokens)
-        seconds = computed + self.prefill_token_context_seconds * prefill_tokens * mean_context
+        tokens = prefill_tokens + padding_tokens
+        computed = self.prefill_base_seconds + self.prefill_token_seconds * tokens
+        attended = self.grid.attended(prefill_tokens, tokens + num_sequences)
+        seconds = computed + self.prefill_token_context_seconds * attended * mean_context
         if num_sequences:
             seconds += self.decode_step_seconds(num_sequences, context_tokens)
             seconds -= min(self.decode_base_seconds, self.prefill_base_seconds)
@@ -150,7 +152,9 @@ class SumOfParts(CostModel):
 
 
 def _sums(fleet: Fleet) -> Fleet:
-    return replace(fleet, card=replace(fleet.card, cost=SumOfParts(**asdict(fleet.card.cost))))
+    cost = fleet.card.cost
+    parts = {one.name: getattr(cost, one.name) for one in fields(cost)}
+    return replace(fleet, card=replace(fleet.card, cost=SumOfParts(**parts)))
 
 
 WITHOUT: dict[str, Callable[[Fleet], Fleet]] = {

@@ -9,6 +9,7 @@ from cluster.planning.options import HOURS_PER_MONTH, Option, with_spare
 from cluster.planning.prediction import Overload, Prediction
 from cluster.planning.sizing import Idle, Unreachable
 from headrace.costmodel import CostModel
+from headrace.devicecost import DeviceCost
 
 TRAFFIC_FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 MOST_FACTOR = 64.0
@@ -46,7 +47,7 @@ def stretched(load: Load, *, inputs: float = 1.0, outputs: float = 1.0, hits: fl
 
 def slower(cost: CostModel, factor: float) -> CostModel:
     """Every step takes `factor` times as long."""
-    return replace(
+    scaled = replace(
         cost,
         prefill_base_seconds=cost.prefill_base_seconds * factor,
         prefill_token_seconds=cost.prefill_token_seconds * factor,
@@ -55,6 +56,14 @@ def slower(cost: CostModel, factor: float) -> CostModel:
         decode_sequence_seconds=cost.decode_sequence_seconds * factor,
         decode_context_token_seconds=cost.decode_context_token_seconds * factor,
     )
+    if not isinstance(scaled, DeviceCost):
+        return scaled
+    whole = replace(
+        scaled.whole,
+        launch_seconds=scaled.whole.launch_seconds * factor,
+        token_context_seconds=scaled.whole.token_context_seconds * factor,
+    )
+    return replace(scaled, attention_launch_seconds=scaled.attention_launch_seconds * factor, whole=whole)
 
 
 def what_ifs(option: Option, load: Load, target: Target, spare: int) -> list[WhatIf]:

@@ -1,7 +1,7 @@
 """Times of a model on a GPU: a cost model from bytes, operations and the card's rates; and where on the roofline it is.
 
     prefill token    linear operations ÷ tp ÷ matrix_flops + two sums a layer of its row over the link
-    prefill context  attention operations ÷ tp ÷ attention_flops
+    prefill context  attention operations ÷ tp ÷ attention_flops, where a rank's heads and a chunk's tokens fill the card
     decode base      weights of a rank ÷ read rate + layers × layer_seconds + two sums a layer (tp > 1)
     decode sequence  the basis card's, by operations ÷ tp, + two sums' rows
     decode context   KV of a rank ÷ the attention kernel's rate
@@ -14,14 +14,18 @@ from dataclasses import dataclass
 
 from cluster.planning.gpus import BASIS, BASIS_PRECISION, SUM_SECONDS, GpuType
 from cluster.planning.shapes import KV_BYTES, ModelSpec, Precision
+from cluster.simulation.cards import WHOLE_FROM_TOKENS
 from headrace.costmodel import CostModel
+from headrace.devicecost import AttentionGrid, DeviceCost, WholeAttention
 from headrace.values import ParallelLayout
 from workers.kv.layout import shard
+
+TILE_ROWS = 128  # of a program that attends to prompts: query heads of a KV head × tokens (kernels/tuned)
 
 
 def cost_model(
     model: ModelSpec, gpu: GpuType, layout: ParallelLayout, precision: Precision, *, num_links: int = 1
-) -> CostModel:
+) -> DeviceCost:
     """Of one worker. `num_links`: ranks that read side by side in a hand-over. Quantised weights are read faster and
     computed no faster: what their kernels reach was not measured."""
     tp = layout.tp
@@ -35,8 +39,10 @@ def cost_model(
     rank_kv = 2.0 * model.num_layers * part.num_kv_heads * model.head_dim * KV_BYTES[precision.kv]
     read = gpu.read_bytes_per_second.value
     base = gpu.prefill_base_seconds.value * weights / BASIS.read_bytes(BASIS_PRECISION)
-    return CostModel(
-        prefill_base_seconds=base + sums * SUM_SECONDS + stages,
+    launches = gpu.launch_seconds.value * model.num_layers
+    group = max(model.num_heads // tp // part.num_kv_heads, 1)
+    return DeviceCost(
+        prefill_base_seconds=base + launches + sums * SUM_SECONDS + stages,
         prefill_token_seconds=model.linear_flops_per_token / tp / gpu.matrix_flops.value + sum_row,
         prefill_token_context_seconds=model.attention_flops_per_token_context / tp / gpu.attention_flops.value,
         decode_base_seconds=weights / read
@@ -47,6 +53,13 @@ def cost_model(
         decode_context_token_seconds=rank_kv / gpu.attention_bytes_per_second.value,
         transfer_base_seconds=gpu.transfer_base_seconds,
         transfer_bytes_per_second=link * num_links,
+        grid=AttentionGrid(gpu.sheet.multiprocessors, part.num_kv_heads, max(TILE_ROWS // group, 1)),
+        attention_launch_seconds=launches,
+        whole=WholeAttention(
+            WHOLE_FROM_TOKENS,
+            gpu.whole_launch_seconds.value * model.num_layers,
+            model.attention_flops_per_token_context / tp / gpu.whole_attention_flops.value,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from cluster.simulation.cards import Card
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
 BLOCK_BYTES = 4 * 2**20
 NUM_BLOCKS = {"h100": 13_000, "h200": 26_000}  # what 80 GB and 141 GB leave beside 16 GB of weights, with a margin
+MULTIPROCESSORS = {"h100": 132, "h200": 132}
 
 
 def measured(name: str, folder: pathlib.Path = BENCHMARKS) -> Card:
@@ -20,10 +21,11 @@ def measured(name: str, folder: pathlib.Path = BENCHMARKS) -> Card:
     figures = {
         **{row: engine[row] for row in ("prefill_1024", "ttft_1024")},
         **{f"decode_b{batch}": engine[f"decode_b{batch}"] for batch in cards.DECODE_BATCHES},
-        **{row: kernels[row] for row in ("copy_gbps", "prefill_1k_tflops", *cards.PAGED_CONTEXTS)},
+        **{row: kernels[row] for row in ("copy_gbps", *cards.PAGED, *cards.WHOLE)},
         "attention_bytes_per_second": kernels["decode_b128_1k_fraction"] * kernels["copy_gbps"] * 1e9,
         **{row: pull[row] for row in ("pull_16mib_gbps", "pull_512mib_gbps")},
         "handover_landed_ms": pair["handover_landed_ms"],
+        "multiprocessors": MULTIPROCESSORS[name],
     }
     source = (
         f"fitted from docs/benchmarks: engine-{name}.json (decode_b*, prefill_1024, ttft_1024), kernels-{name}.json "

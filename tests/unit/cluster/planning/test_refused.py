@@ -158,6 +158,16 @@ def test_case_hosts_with_fewer_gpus_are_taken_as_they_are_said() -> None:
         made(model="meta-llama/Llama-3.1-70B", gpus=[{"type": "h100", "price_per_hour": 2.0, "per_host": 1}], **QUICK)
 
 
+def test_multiprocessors_are_those_of_a_sheet_or_as_they_are_said() -> None:
+    def of(**gpu: object) -> int:
+        return asked.GpuAsked.model_validate({"price_per_hour": 2.0, **gpu}).resolve().sheet.multiprocessors
+
+    assert (of(type="l40s"), of(type="h200"), of(**MINE)) == (142, 132, 132)
+    assert (of(type="h100", multiprocessors=114), of(**MINE, multiprocessors=80)) == (114, 80)
+    with pytest.raises(ValueError, match="multiprocessors"):
+        of(**MINE, multiprocessors=0)
+
+
 def test_case_what_nobody_can_keep_is_measured_against_the_nearest_layout() -> None:
     """Where no request keeps it the first layout was named, and its TTFT, eight times that of the best, as the least."""
     with pytest.raises(ConfigError, match=r"tp8·pp1 .* they would need 0\.0\d+ s"):
