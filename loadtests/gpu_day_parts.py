@@ -32,6 +32,15 @@ class Host:
     traces: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Around the rate at which so many GPUs keep an SLO no longer: rates (all GPUs together), and what to try there, from
+    the likeliest on, both pools and one."""
+
+    rates: Sequence[float]
+    deployments: Sequence[str]
+
+
 def plan(host: Host) -> list[Part]:
     """In the order of their worth; what the host lacks is left out."""
     known = {part.name: part for part in _parts(host)}
@@ -69,10 +78,11 @@ def _parts(host: Host) -> list[Part]:
         bench("bench_reshard", "handoff-reshard", 40, 150),
         bench("bench_parallel", "parallel", 70, 200),
     ]
-    for trace, rates, deployments in KNEES:
-        if trace in host.traces and host.num_gpus >= 2:
-            parts.append(_disagg(host, trace, rates, deployments))
-    return parts
+    return parts + [_disagg(host, trace, knees) for trace, knees in KNEES.items() if _can_split(host, trace)]
+
+
+def _can_split(host: Host, trace: str) -> bool:
+    return trace in host.traces and host.num_gpus >= 2
 
 
 def _cost(card: str) -> tuple[str, ...]:
@@ -80,39 +90,36 @@ def _cost(card: str) -> tuple[str, ...]:
     return ("--cost", str(path)) if path.exists() else ()
 
 
-def _disagg(host: Host, trace: str, rates: Sequence[float], deployments: Mapping[int, Sequence[str]]) -> Part:
-    gpus = 4 if host.num_gpus >= 4 else 2
+def _disagg(host: Host, trace: str, knees: Mapping[int, Knee]) -> Part:
+    gpus = max(number for number in knees if number <= host.num_gpus)
+    knee = knees[gpus]
     file = f"disagg-{trace}-{host.card}" + ("x4" if gpus == 4 else "")
     out = BENCHMARKS / f"{file}.json"
     arguments = (
         "-m",
         "loadtests.disagg",
         *("--traces", f"{trace}={host.traces[trace]}", "--gpus", str(gpus), "--run-seconds", "16"),
-        *("--deployments", *deployments[gpus], "--rates", *(f"{rate * gpus / 2:g}" for rate in rates)),
+        *("--deployments", *knee.deployments, "--rates", *(f"{rate:g}" for rate in knee.rates)),
         *("--seconds", "260", "--state", str(out.with_suffix(".jsonl")), "--out", str(out)),
     )
     return Part(f"disagg-{trace}", 150, 320, arguments, out, done_when="nothing is left to run")
 
 
-# Rates of two GPUs about the knee, and what was open there: the one pool in larger chunks, beside production's placement.
-KNEES: tuple[tuple[str, Sequence[float], Mapping[int, Sequence[str]]], ...] = (
-    (
-        "mooncake",
-        (4, 5.5),
-        {
-            2: ("1P1D+code", "2U:512", "2U:256", "2U:2048"),
-            4: ("3P1D+code", "2P2D+code", "4U:512", "4U:256", "1P3D+code", "4U:2048"),
-        },
-    ),
-    (
-        "azure",
-        (38, 42),
-        {
-            2: ("1P1D+chat", "2U:512", "2U:2048", "1P1D+tight"),
-            4: ("2P2D+tight", "4U:256", "4U:512", "4U:2048", "1P3D+tight", "3P1D+tight"),
-        },
-    ),
-)
+# By number of GPUs: settings that were the best of two pools or of one at some SLO by the planner's model, which has
+# production's placement for both (docs/benchmarks/disagg-candidates-h200.json).
+KNEES: Mapping[str, Mapping[int, Knee]] = {
+    "mooncake": {
+        2: Knee((4, 7, 8), ("1P1D+code", "2U+:256", "2U+:512", "1P1D+tight", "1P1D+tight/256", "2U+:1024")),
+        4: Knee(
+            (10, 12, 16),
+            ("3P1D+tight/256", "4U+:256", "4U+:512", "3P1D+code/256", "4U:1024", "4U+:1024", "3P1D+code"),
+        ),
+    },
+    "azure": {
+        2: Knee((38, 42), ("1P1D+tight/256", "2U+:256", "1P1D+chat", "2U:2048", "2U:512")),
+        4: Knee((76, 84), ("2P2D+tight/256", "4U+:256", "2P2D+chat", "4U+:2048", "4U:512")),
+    },
+}
 
 PEER, PAIR_PEER = "peer", "pair-peer"  # another engine's own benches, just before ours
 _ONE = (
@@ -122,12 +129,12 @@ _ONE = (
 )
 _TWO = (
     *("contract/test_kv_link", "contract/test_kv_link_peers", "link", "gpu/test_sums", "gpu/test_kernels", "kernels"),
-    *(PAIR_PEER, "handoff-pair", "disagg-mooncake", "gpu/test_engine", PEER, "engine", "disagg-azure", "gpu/test_pair"),
+    *(PAIR_PEER, "handoff-pair", "disagg-mooncake", "gpu/test_engine", PEER, "engine", "gpu/test_pair"),
     *("gpu/test_parallel", "gpu/test_deterministic", "handoff", "gpu/test_link", "gpu/test_profile", "gpu/test_ahead"),
-    *("parallel", "steps"),
+    *("parallel", "steps", "disagg-azure"),
 )
 ORDER: Mapping[int, Sequence[str]] = {
-    4: ("disagg-mooncake", "handoff-reshard", "disagg-azure", *(each for each in _TWO if "disagg" not in each)),
+    4: ("disagg-mooncake", "handoff-reshard", *(each for each in _TWO if each != "disagg-mooncake")),
     3: ("handoff-reshard", *_TWO),
     2: _TWO,
     1: _ONE,

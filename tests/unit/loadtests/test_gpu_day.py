@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.gpu_day_parts import ORDER, PAIR_PEER, PEER, Host, Part, plan, rows_of_peer
+from loadtests.disagg_plan import named_deployment
+from loadtests.gpu_day_parts import KNEES, ORDER, PAIR_PEER, PEER, Host, Part, plan, rows_of_peer
 
 TRACES = {"azure": "examples/azure_sample.csv", "mooncake": "examples/azure_sample.csv"}
 
@@ -50,7 +51,19 @@ def test_every_part_is_there_and_takes_its_arguments(num_gpus: int, monkeypatch:
 def test_without_traces_there_is_no_traffic_to_compare_on() -> None:
     assert not [part for part in plan(Host("h200", 4)) if "disagg" in part.name]
     (part,) = [part for part in plan(Host("h200", 4, TRACES)) if part.name == "disagg-mooncake"]
-    assert part.arguments[part.arguments.index("--rates") + 1] == "8"
+    assert part.arguments[part.arguments.index("--rates") + 1] == "10"
+
+
+@pytest.mark.parametrize(("trace", "num_gpus"), [(trace, number) for trace in KNEES for number in KNEES[trace]])
+def test_what_is_tried_is_what_the_bench_takes_on_so_many_gpus(trace: str, num_gpus: int) -> None:
+    """Both kinds of each: two pools are judged by what one pool does at the same rates."""
+    knee = KNEES[trace][num_gpus]
+    deployments = [named_deployment(each) for each in knee.deployments]
+    assert {each.num_gpus for each in deployments} == {num_gpus}
+    assert {each.num_prefill > 0 for each in deployments} == {True, False}
+    assert len({(each.name, each.chunk) for each in deployments}) == len(deployments)
+    assert list(knee.rates) == sorted(set(knee.rates))
+    assert knee.rates[0] > 0
 
 
 def test_a_peers_figures_get_the_names_of_our_rows() -> None:
