@@ -243,7 +243,8 @@ class Flight:
             delta = sample.text.push(output.token_ids)
             if not delta.stopped:
                 sample.num_tokens += num_new
-                return [Piece(output.index, delta.text, output.token_ids, output.logprobs)]
+                cached = self.cached_tokens  # by place, as this is made for every token
+                return [Piece(output.index, delta.text, output.token_ids, output.logprobs, None, None, None, cached)]
             return [self._last_piece(sample, output, delta)]
         if sample.finish is not None:
             return []
@@ -266,8 +267,11 @@ class Flight:
         if self._num_open:
             if output.finish is None:
                 self.stopped.append(output.index)
-            return Piece(output.index, text, token_ids, logprobs, sample.finish)
-        return Piece(output.index, text, token_ids, logprobs, sample.finish, self.usage(), self.timeline())
+            return Piece(output.index, text, token_ids, logprobs, sample.finish, cached_tokens=self.cached_tokens)
+        usage = self.usage()
+        return Piece(
+            output.index, text, token_ids, logprobs, sample.finish, usage, self.timeline(), usage.cached_tokens
+        )
 
     def _sample(self, index: int) -> _Sample:
         if not 0 <= index < len(self._samples):

@@ -54,7 +54,8 @@ class Job:
 class Piece:
     """New output of sample `index`. `text` may lag `token_ids` by what may still become a stop string; the last piece of
     a sample flushes it and carries `finish` ("stop" or "length"). The last piece of the request carries usage and
-    timeline. Usage counts, for a stop string, the tokens up to the one that completed it.
+    timeline. Usage counts, for a stop string, the tokens up to the one that completed it. `cached_tokens` of the prompt
+    are known from the first piece on.
 
     Nobody changes one; as with SequenceOutput, one is made for every token."""
 
@@ -65,3 +66,4 @@ class Piece:
     finish: str | None = None
     usage: Usage | None = None
     timeline: RequestTimeline | None = None
+    cached_tokens: int = 0

@@ -264,6 +264,7 @@ def _whole(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
                 last.finish,
                 last.usage,
                 timeline,
+                last.cached_tokens,
             )
         )
     return tuple(sorted(whole, key=lambda piece: piece.usage is not None))

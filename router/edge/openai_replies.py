@@ -62,12 +62,14 @@ class Reply:
         self._usages: list[Usage] = []
         self._timelines: list[RequestTimeline] = []
         self._num_tokens = 0
+        self._cached_tokens = [0] * num_jobs
 
     def add(self, job: int, piece: Piece, *, keep: bool) -> Choice:
         """`keep`: for a whole answer. A stream keeps no text."""
         choice = self._choices[job * self._n + piece.index]
         choice.finish = piece.finish
         self._num_tokens += len(piece.token_ids)
+        self._cached_tokens[job] = piece.cached_tokens
         if keep:
             choice.texts.append(piece.text)
             choice.logprobs.extend(piece.logprobs)
@@ -99,7 +101,8 @@ class Reply:
         )
 
     def usage_so_far(self, num_prompt_tokens: int) -> Json:
-        return _usage(num_prompt_tokens, self._num_tokens, 0)
+        """Of several jobs those count as cached that have said something."""
+        return _usage(num_prompt_tokens, self._num_tokens, sum(self._cached_tokens))
 
     def timeline(self) -> Json:
         """The `headrace` field, where it was asked for: one timeline for each job."""

@@ -29,8 +29,8 @@ VOCABULARY = 500
 
 @dataclass
 class Scripted:
-    """Says `answer` to every job, a token at a time; `fail_after` tokens it raises `error`. With a `gate`, each token
-    but the first waits for a permit. Owns the record of what it was asked, and of which jobs were closed early."""
+    """Says `answer` to every job, `tokens_per_piece` at a time; `fail_after` tokens it raises `error`. With a `gate`, each
+    piece but the first waits for a permit. Owns the record of what it was asked, and of which jobs were closed early."""
 
     text: Text
     answer: str = "The quick brown fox"
@@ -38,6 +38,7 @@ class Scripted:
     fail_after: int = 0
     gate: asyncio.Semaphore | None = None
     cached_tokens: int = 0
+    tokens_per_piece: int = 1
     revision: str = ""
     explanations: dict[str, Explanation] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
@@ -81,33 +82,39 @@ class Scripted:
 
     async def _sample(self, job: Job, index: int, token_ids: Sequence[int]) -> AsyncGenerator[Piece]:
         stream = self.text.stream(job.stop, min_tokens=job.sampling.min_tokens, continues=job.continues)
-        for position, token_id in enumerate(token_ids):
+        cached = self.cached_tokens
+        for position in range(0, len(token_ids), self.tokens_per_piece):
             if self.gate is not None and position:
                 await self.gate.acquire()
-            if self.error is not None and position == self.fail_after:
+            if self.error is not None and position >= self.fail_after:
                 raise self.error
-            logprobs = self._logprobs(job, token_id)
-            delta = stream.push((token_id,))
+            new = tuple(token_ids[position : position + self.tokens_per_piece])
+            delta = stream.push(new)
+            new = new[: delta.num_consumed] if delta.stopped else new
+            logprobs = self._logprobs(job, new)
             if delta.stopped:
-                yield Piece(index, delta.text, (token_id,), logprobs, "stop")
+                yield Piece(index, delta.text, new, logprobs, "stop", cached_tokens=cached)
                 return
-            if position + 1 == len(token_ids):
+            if position + self.tokens_per_piece >= len(token_ids):
                 tail = stream.flush()
                 finish = "length" if len(token_ids) == job.sampling.max_tokens else "stop"
-                yield Piece(index, delta.text + tail.text, (token_id,), logprobs, finish)
+                yield Piece(index, delta.text + tail.text, new, logprobs, finish, cached_tokens=cached)
                 return
-            yield Piece(index, delta.text, (token_id,), logprobs)
+            yield Piece(index, delta.text, new, logprobs, cached_tokens=cached)
 
     def _last(self, job: Job, piece: Piece, num_tokens: int) -> Piece:
         timeline = RequestTimeline(Timeline(prefill_worker="p1"), 0.25, "d1", 1)
         usage = Usage(len(job.prompt_token_ids), num_tokens, self.cached_tokens)
-        return Piece(piece.index, piece.text, piece.token_ids, piece.logprobs, piece.finish, usage, timeline)
+        return replace(piece, usage=usage, timeline=timeline)
 
-    def _logprobs(self, job: Job, token_id: int) -> tuple[TokenLogprobs, ...]:
+    def _logprobs(self, job: Job, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         num = job.sampling.num_logprobs
         if num is None:
             return ()
-        return (TokenLogprobs(token_id, -0.5, tuple((token_id + at, -0.5 - at) for at in range(num))),)
+        return tuple(
+            TokenLogprobs(token_id, -0.5, tuple((token_id + at, -0.5 - at) for at in range(num)))
+            for token_id in token_ids
+        )
 
 
 def make_edge(

@@ -33,6 +33,15 @@ def test_case_21_one_token_is_one_token() -> None:
     assert on.done
 
 
+def test_case_46_every_piece_knows_how_much_of_the_prompt_was_cached() -> None:
+    on = flight(n=2)
+    first = replace(said("a", 1), usage=Usage(10, cached_tokens=6))
+    pieces = [*on.relay([first]), *on.relay([said("b", 2, finish=FinishReason.LENGTH)])]
+    pieces += [*on.relay([said("x", 1, index=1)]), *on.relay([said("y", 2, index=1, finish=FinishReason.LENGTH)])]
+    assert [piece.cached_tokens for piece in pieces] == [6, 6, 6, 6]
+    assert pieces[-1].usage == Usage(10, 4, 6)
+
+
 def test_a_stop_string_in_the_last_message_wins_over_the_workers_length() -> None:
     on = flight(stop=("c",))
     (piece,) = on.relay([said("abcd", 4, finish=FinishReason.LENGTH)])

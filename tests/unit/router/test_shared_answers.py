@@ -242,7 +242,7 @@ async def test_an_answer_is_kept_and_given_again_in_one_piece_a_sample() -> None
                     num_generated=number,
                     index=index,
                     finish=FinishReason.LENGTH if number == 2 else None,
-                    usage=Usage(10, 4) if number == 2 else None,
+                    usage=Usage(10, 4, cached_tokens=8) if number == 1 else None,
                     logprobs=(TokenLogprobs(ord(letter), -1.0),),
                 )
         computed = await first
@@ -251,7 +251,8 @@ async def test_an_answer_is_kept_and_given_again_in_one_piece_a_sample() -> None
             (1, "xy", "length"),
             (0, "xy", "length"),
         ]
-        assert again[-1].usage == computed[-1].usage == Usage(10, 4)
+        assert again[-1].usage == computed[-1].usage == Usage(10, 4, 8)
+        assert [piece.cached_tokens for piece in again] == [8, 8]
         assert [at.token_id for piece in again for at in piece.logprobs] == [ord(letter) for letter in "xyxy"]
         assert again[-1].timeline is not None
         assert again[-1].timeline.worker.decode_seconds == 0.0

@@ -90,13 +90,26 @@ async def test_case_46_usage_of_a_stream_is_that_of_the_whole(client: httpx.Asyn
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-async def test_case_46_continuous_usage_grows_to_the_last(client: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("prompts", [["hi"], ["hi", "The fox"]])
+async def test_case_46_continuous_usage_counts_tokens_and_grows_to_the_last(
+    client: httpx.AsyncClient, core: Scripted, prompts: list[str]
+) -> None:
+    """Tokens, not pieces: those of a step that came together are one piece."""
+    core.cached_tokens, core.tokens_per_piece = 2, 3
     options = {"include_usage": True, "continuous_usage_stats": True}
-    stream = await client.post("/v1/completions", json={**COMPLETION, "stream": True, "stream_options": options})
-    *chunks, last, _ = events(stream)
+    body = {**COMPLETION, "prompt": prompts, "stream": True, "stream_options": options}
+    *chunks, last, _ = events(await client.post("/v1/completions", json=body))
+    total = len(core.text.encode(ANSWER)) * len(prompts)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 3
     assert counts == sorted(counts)
-    assert counts[-1] == last["usage"]["completion_tokens"]
+    assert chunks[-1]["usage"] == last["usage"]
+    assert last["usage"]["completion_tokens"] == total > len(chunks)
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == sum(len(job.prompt_token_ids) for job in core.jobs)
+    cached = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks]
+    assert cached[0] == 2, "of the one that has said something"
+    assert cached[-1] == 2 * len(prompts)
 
 
 @pytest.mark.parametrize("stop", ["own fox", "quick", "The", "fox jumps"])
