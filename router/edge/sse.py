@@ -43,7 +43,10 @@ class Answer:
 
 class Events:
     """The events of one answer, begun with its first. Owned by the answer's task; what says nothing for `quiet_seconds` (0:
-    however long) says a comment, so that nothing between router and client takes the connection for dead."""
+    however long) says a comment, so that nothing between router and client takes the connection for dead.
+
+    One thing at a time is under way to the client: what is said waits for a comment, and no comment begins beside it. A
+    client that stops reading would otherwise be told a comment ahead of the head of its answer, or have it cut."""
 
     def __init__(self, send: Send, quiet_seconds: float) -> None:
         self._send = send
@@ -52,31 +55,37 @@ class Events:
         self._said_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
+        self._saying = False
         self.begun = False
 
     @contextmanager
     def kept_alive(self) -> Iterator[None]:
+        """What fails inside leaves a comment that is under way to itself: end() waits for it. Who is cancelled has nobody
+        left to say it to."""
         if self._quiet_seconds:
             self._timer = self._loop.call_later(self._quiet_seconds, self._look)
         try:
             yield
-        finally:
-            self._let_be()
+        except asyncio.CancelledError:
             if self._comment is not None:
                 self._comment.cancel()
-                self._comment = None
+            raise
+        finally:
+            self._let_be()
 
     async def begin(self) -> None:
-        await self._commented()
-        if not self.begun:
-            self.begun = True
-            await start(self._send)
+        """Before the first event, where no comment has begun the answer."""
+        self.begun = self._saying = True
+        await start(self._send)
+        self._saying = False
 
     async def say(self, data: bytes) -> None:
+        self._saying = True
         if self._comment is not None:
             await self._commented()
-        self._said_at = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._said_at = self._loop.time()
+        self._saying = False
 
     async def end(self, data: bytes) -> None:
         self._let_be()
@@ -87,21 +96,21 @@ class Events:
         left = self._said_at + self._quiet_seconds - self._loop.time()
         if left <= 0:
             left = self._quiet_seconds
-            if self._comment is None or self._comment.done():
-                self._comment = asyncio.ensure_future(self._say_nothing())
+            if not self._saying and (self._comment is None or self._comment.done()):
+                self._comment = asyncio.ensure_future(self._say_nothing(with_head=not self.begun))
+                self.begun = True
         self._timer = self._loop.call_later(left, self._look)
 
-    async def _say_nothing(self) -> None:
-        if not self.begun:
-            self.begun = True
+    async def _say_nothing(self, *, with_head: bool) -> None:
+        if with_head:
             await start(self._send)
         await write(self._send, COMMENT)
 
     async def _commented(self) -> None:
         """Nothing is said in the middle of a comment, nor after an end."""
-        if self._comment is not None:
-            await self._comment
-            self._comment = None
+        comment, self._comment = self._comment, None
+        if comment is not None:
+            await comment
 
     def _let_be(self) -> None:
         if self._timer is not None:
