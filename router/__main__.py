@@ -35,6 +35,7 @@ from router.edge.common import Edge
 from router.edge.connections import HttpServer, http_config, listen
 from router.edge.grpc_api import Health, add_services, open_server
 from router.edge.openai import OpenAi
+from router.edge.origins import open_to
 from router.edge.tls import CertificateGate, Certificates
 from router.edge.validate import JobMaker
 from router.jobs import Job
@@ -103,6 +104,7 @@ async def serve(
         app = OpenAi(edge, config.limits.max_body_bytes, time.time, config.router.comment_seconds).app()
         if tls is not None and tls.client_ca_file is not None:
             app = CertificateGate(app)
+        app = open_to(config.router.allowed_origins, app)  # outermost: a page may read its refusals
         context = certificates.http_context() if certificates is not None else None
         http = HttpServer(http_config(app, config.router.keep_alive_seconds, int(CLOSE_SECONDS), context))
         changed = asyncio.Event()

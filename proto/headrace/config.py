@@ -21,6 +21,7 @@ from headrace.config_tenants import AdmissionConfig, ServiceClassConfig, TenantC
 from headrace.values import ParallelLayout, Role
 
 Port = int
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*@A-Z]+)$")]
 RankResources = dict[str, Annotated[float, Field(gt=0, le=4096, strict=False)]]
 
 
@@ -247,6 +248,11 @@ class RouterConfig(Section):
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
     http_port: Port = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = Field(default=(), strict=False)
+    allowed_origins: tuple[Origin, ...] = Field(
+        default=(),
+        strict=False,
+        description="web pages that may ask /v1 from a browser (CORS), as https://chat.example.org; *: all; []: none",
+    )
     keep_alive_seconds: int = Field(default=120, ge=1)
     coalesce_seconds: float = Field(default=0.05, ge=0, le=1)
     comment_seconds: float = Field(

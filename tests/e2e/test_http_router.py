@@ -38,6 +38,7 @@ from tests.null_worker import NullWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ANSWER = "The quick brown fox"
+PAGE = "https://chat.example.org"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -61,7 +62,8 @@ async def worker(checkpoint: pathlib.Path) -> AsyncIterator[NullWorker]:
 async def router(
     checkpoint: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, worker: NullWorker
 ) -> AsyncIterator[RunningRouter]:
-    async with before(checkpoint, tmp_path_factory.mktemp("router"), worker) as router:
+    folder = tmp_path_factory.mktemp("router")
+    async with before(checkpoint, folder, worker, allowed_origins=[PAGE]) as router:
         yield router
 
 
@@ -115,6 +117,19 @@ async def test_the_sdk_lists_models_and_gets_completions(
     creating = asyncio.ensure_future(sdk.completions.create(model="tiny", prompt="hi", max_tokens=40, logprobs=None))
     say(worker, (await soon(worker.submits.get())).key, words.encode(ANSWER))
     assert (await soon(creating)).choices[0].text == ANSWER
+
+
+async def test_a_page_whose_origin_is_configured_may_ask(router: RunningRouter) -> None:
+    async with httpx.AsyncClient(base_url=router.http, trust_env=False) as http:
+        headers = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        asked = [
+            await http.options("/v1/chat/completions", headers={**headers, "origin": origin})
+            for origin in (PAGE, "https://other.example.org")
+        ]
+    assert [(answer.status_code, answer.headers.get("access-control-allow-origin")) for answer in asked] == [
+        (200, PAGE),
+        (400, None),
+    ]
 
 
 async def test_the_sdk_raises_the_error_that_was_meant(sdk: openai.AsyncOpenAI) -> None:
