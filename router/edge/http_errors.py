@@ -28,6 +28,8 @@ def error_response(error: HeadraceError) -> JSONResponse:
     headers = {}
     if means.retry_after_seconds is not None:
         headers["retry-after"] = str(math.ceil(means.retry_after_seconds))
+    if not means.retryable and means.http_status >= 500:
+        headers["x-should-retry"] = "false"  # the openai package sends anything above 499 twice more
     if means.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), means.http_status, headers)

@@ -142,7 +142,7 @@ class OpenAi:
                 body.model,
                 body.messages,
                 body.template_tools(),
-                body.chat_template_kwargs,
+                body.template_kwargs(),
                 body.asked(),
                 self._envelope(request),
             )

@@ -23,10 +23,11 @@ IGNORED = frozenset(
         "metadata",
         "service_tier",
         "parallel_tool_calls",
+        "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
-        "reasoning_effort",
         "verbosity",
     }
 )
@@ -44,6 +45,10 @@ ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1.0,),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "bad_words": ([],),
 }
 
 
@@ -110,6 +115,7 @@ class _Sampled(_Body):
     priority: Any = None
     cache_salt: Any = None
     service_class: Any = None
+    reasoning_effort: Any = None
 
     def _asked(self, **changes: Any) -> Asked:
         if self.stream_options is not None and not self.stream:
@@ -152,9 +158,18 @@ class ChatBody(_Sampled):
     def template_tools(self) -> Any:
         return None if self.tool_choice == "none" else self.tools
 
+    def template_kwargs(self) -> Any:
+        """What the client gives its model's template: the effort too, which some read, where it gives no other."""
+        effort, given = self.reasoning_effort, self.chat_template_kwargs
+        if effort is None or not isinstance(given, dict | None):
+            return given
+        if not isinstance(effort, str):
+            raise InvalidRequest.out_of_range("reasoning_effort", effort, "a string")
+        return {"reasoning_effort": effort, **(given or {})}
+
     def _num_logprobs(self) -> int | None:
         top = self.top_logprobs
-        if top is None:
+        if top is None or (top == 0 and not self.logprobs):
             return 0 if self.logprobs else None
         if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
             raise InvalidRequest.out_of_range("top_logprobs", top, f"an integer from 0 to {MAX_LOGPROBS}")

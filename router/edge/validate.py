@@ -108,6 +108,8 @@ class JobMaker:
         prompt = check_token_ids("prompt", prompt_token_ids, model.vocab_size)
         max_tokens = self._max_tokens(model, len(prompt), asked.max_tokens)
         given = {name: _number(name, getattr(asked, name)) for name in _NUMBERS if getattr(asked, name) is not None}
+        if given.get("top_k") == -1:  # as other servers say off
+            given["top_k"] = 0
         sampling = SamplingParams(
             max_tokens=max_tokens,
             logit_bias=_logit_bias(asked.logit_bias),
@@ -150,7 +152,7 @@ class JobMaker:
         limit = self.max_context_tokens(model)
         if num_prompt_tokens >= limit:
             raise ContextLengthExceeded(
-                f"prompt must leave room for an answer in the context of {limit} tokens, got {num_prompt_tokens} tokens",
+                f"{_most(limit)}: prompt must leave room for an answer, got {num_prompt_tokens} tokens",
                 field="prompt",
                 limit=limit,
                 actual=num_prompt_tokens,
@@ -164,8 +166,8 @@ class JobMaker:
             asked = _integer("max_tokens", asked, 1, None)
             if asked > room:
                 raise ContextLengthExceeded(
-                    f"prompt and max_tokens must fit the context of {limit} tokens, got {num_prompt_tokens} prompt tokens "
-                    f"and max_tokens {asked}: {num_prompt_tokens + asked} tokens",
+                    f"{_most(limit)}: prompt and max_tokens must fit it, got {num_prompt_tokens} prompt tokens and "
+                    f"max_tokens {asked}, {num_prompt_tokens + asked} tokens in all",
                     field="max_tokens",
                     limit=limit,
                     actual=num_prompt_tokens + asked,
@@ -177,6 +179,11 @@ class JobMaker:
         if asked is None:
             return self._draw_seed()
         return _integer("seed", asked, -(SEEDS // 2), SEEDS - 1) % SEEDS
+
+
+def _most(limit: int) -> str:
+    """In the words of other servers, by which agents know that they must make their conversation shorter."""
+    return f"this model's maximum context length is {limit} tokens"
 
 
 def _passed_on(traceparent: str) -> str:

@@ -137,7 +137,7 @@ async def test_the_sdk_raises_the_error_that_was_meant(sdk: openai.AsyncOpenAI) 
         await sdk.chat.completions.create(model="gpt", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="max_tokens must be an integer of at least 1, got 0"):
         await sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=0)
-    with pytest.raises(openai.BadRequestError, match="context of 4096 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens") as caught:
         await sdk.completions.create(model="tiny", prompt=[1] * 4097)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
@@ -252,7 +252,7 @@ async def test_case_10_twenty_prompts_beyond_the_context_cost_the_next_one_nothi
     sdk: openai.AsyncOpenAI, worker: NullWorker, words: Text
 ) -> None:
     for _ in range(20):
-        with pytest.raises(openai.BadRequestError, match="context of 4096 tokens"):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens"):
             await sdk.completions.create(model="tiny", prompt=[5] * 4097)
     assert worker.submits.empty()
     creating = asyncio.ensure_future(sdk.completions.create(model="tiny", prompt="hi", max_tokens=40))

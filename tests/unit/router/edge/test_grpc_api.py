@@ -100,7 +100,7 @@ async def test_silence_leaves_the_defaults(client: AsyncClient, core: Scripted) 
     [
         ({"temperature": float("nan")}, InvalidRequest, "temperature must be from 0.0 to 100.0, got nan"),
         ({"max_tokens": 0}, InvalidRequest, "max_tokens must be an integer of at least 1, got 0"),
-        ({"max_tokens": 100}, ContextLengthExceeded, "context of 64 tokens"),
+        ({"max_tokens": 100}, ContextLengthExceeded, "maximum context length is 64 tokens"),
         ({"logit_bias": {500: 1.0}}, InvalidRequest, "logit_bias must be token ids"),
         ({"stop": [""]}, InvalidRequest, r"stop\[0\] must be"),
         ({"stop": ["x"] * 100_000}, InvalidRequest, "at most 16 strings"),

@@ -20,7 +20,7 @@ from tests.unit.router.scripted import Scripted
     [
         ({"max_tokens": 0}, "max_tokens", "an integer of at least 1, got 0"),
         ({"max_tokens": -1}, "max_tokens", "got -1"),
-        ({"max_tokens": 10**9}, "max_tokens", "context of 64 tokens"),
+        ({"max_tokens": 10**9}, "max_tokens", "maximum context length is 64 tokens"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "equal to max_tokens (40), got 3"),
         ({"temperature": "hot"}, "temperature", "a finite number, got 'hot'"),
         ({"top_k": 0.01}, "top_k", "an integer from 0"),

@@ -44,9 +44,9 @@ def test_the_context_is_what_workers_serve_not_what_the_checkpoint_names(model: 
     job = jobs.make(model, PROMPT, Asked(), Envelope(request_id="r"))
     assert job.sampling.max_tokens == reach - len(PROMPT)
     jobs.make(model, PROMPT, Asked(max_tokens=reach - len(PROMPT)), Envelope(request_id="r"))
-    with pytest.raises(ContextLengthExceeded, match=f"context of {reach} tokens"):
+    with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {reach} tokens"):
         jobs.make(model, PROMPT, Asked(max_tokens=reach - len(PROMPT) + 1), Envelope(request_id="r"))
-    with pytest.raises(ContextLengthExceeded, match=f"context of {reach} tokens"):
+    with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {reach} tokens"):
         jobs.make(model, (5,) * reach, Asked(), Envelope(request_id="r"))
 
 
