@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.edge.validate import ID_HEADER, REVISION_HEADER, TRACE_HEADER
 
 API = "/v1/"
-SHOWN_TO_PAGES = (ID_HEADER, REVISION_HEADER, TRACE_HEADER, "retry-after")
+SHOWN_TO_PAGES = (ID_HEADER, REVISION_HEADER, TRACE_HEADER, "retry-after", "x-should-retry")
 
 
 def open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
