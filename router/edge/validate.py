@@ -152,7 +152,7 @@ class JobMaker:
         limit = self.max_context_tokens(model)
         if num_prompt_tokens >= limit:
             raise ContextLengthExceeded(
-                f"{_most(limit)}: prompt must leave room for an answer, got {num_prompt_tokens} tokens",
+                f"{_too_long(limit)}, with room for an answer, got {num_prompt_tokens} tokens",
                 field="prompt",
                 limit=limit,
                 actual=num_prompt_tokens,
@@ -166,8 +166,8 @@ class JobMaker:
             asked = _integer("max_tokens", asked, 1, None)
             if asked > room:
                 raise ContextLengthExceeded(
-                    f"{_most(limit)}: prompt and max_tokens must fit it, got {num_prompt_tokens} prompt tokens and "
-                    f"max_tokens {asked}, {num_prompt_tokens + asked} tokens in all",
+                    f"{_too_long(limit)}, max_tokens among them, got {num_prompt_tokens} prompt tokens and max_tokens "
+                    f"{asked}: {num_prompt_tokens + asked} tokens",
                     field="max_tokens",
                     limit=limit,
                     actual=num_prompt_tokens + asked,
@@ -181,9 +181,10 @@ class JobMaker:
         return _integer("seed", asked, -(SEEDS // 2), SEEDS - 1) % SEEDS
 
 
-def _most(limit: int) -> str:
-    """In the words of other servers, by which agents know that they must make their conversation shorter."""
-    return f"this model's maximum context length is {limit} tokens"
+def _too_long(limit: int) -> str:
+    """In two phrases of other servers, by which agents know that they must make their conversation shorter: some look for
+    the one, some for the other, few for the error's code."""
+    return f"prompt is too long: this model's maximum context length is {limit} tokens"
 
 
 def _passed_on(traceparent: str) -> str:

@@ -90,11 +90,12 @@ async def test_a_template_that_reads_the_effort_is_given_it(
 async def test_an_agent_knows_that_its_conversation_is_too_long(
     client: httpx.AsyncClient, change: dict[str, Any]
 ) -> None:
-    """By the code or by these words, in any case: then it makes it shorter, and tries again."""
+    """By the code or by one of these phrases, in any case: then it makes it shorter, and tries again."""
     answer = await client.post("/v1/completions", json={**COMPLETION, **change})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert re.search(r"This model's maximum context length is \d+ tokens", error["message"], re.IGNORECASE)
+    assert "prompt is too long" in error["message"]
 
 
 @pytest.mark.parametrize(
