@@ -1,11 +1,13 @@
 """The contract of workers.ranks.executor.Executor, kept by RankExecutor on plain rank processes."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from headrace.errors import HeadraceError, IncompatiblePeer, LinkClosed, StaleBlocks
+from headrace.errors import HeadraceError, IncompatiblePeer, LinkClosed, StaleBlocks, TransferFailed
 from headrace.values import ParallelLayout
 from tests.contract.toy_runner import NUM_BLOCKS, SHAPE, Toy
 from tests.contract.toy_workers import BLOCK_SIZE, Worker
@@ -69,6 +71,34 @@ def test_digests_are_equal_for_equal_content_whatever_the_layout(workers: Worker
     assert len(set(first)) == 4, "different content has different digests"
 
 
+ONE_HEAD = replace(SHAPE, num_kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[dict[int, Worker]]:
+    """A worker of one rank, and one of two that both hold the one KV head; its second rank errs in plan 2."""
+    made = {tp: Worker.of(ParallelLayout(tp, 1), Toy(ONE_HEAD, at_rank=1, err_at=2)) for tp in (1, 2)}
+    yield made
+    for worker in made.values():
+        worker.executor.close()
+
+
+def test_what_ranks_hold_alike_counts_once_in_a_digest_and_is_looked_at_on_all_of_them(
+    replicas: dict[int, Worker],
+) -> None:
+    """One of two that had read something else handed it on as right."""
+    alone, pair = replicas[1], replicas[2]
+    epoch = alone.fill(range(3 * BLOCK_SIZE), (2, 9, 4))
+    pair.fill(range(3 * BLOCK_SIZE), (1, 2, 3))
+    assert pair.digests((1, 2, 3)) == alone.digests((2, 9, 4))
+    pair.executor.pull(alone.peer, [BlockPull(9, epoch, 6)]).result(20)
+    assert pair.digests((6,)) == alone.digests((9,))
+    pair.fill(range(BLOCK_SIZE), (7,))
+    with pytest.raises(TransferFailed, match="block 7 is not the same on all ranks that hold the KV heads from 0"):
+        pair.digests((6, 7))
+    assert pair.digests((6,)) == alone.digests((9,))
+
+
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda layout: str(layout))
 def test_case_27_any_layout_pulls_from_any_other_bit_equal(
     workers: Workers, source: ParallelLayout, target: ParallelLayout
@@ -112,6 +142,20 @@ def test_case_18_ranks_agree_while_pulls_of_many_lengths_and_an_abort_go_on(work
     assert all(outcome is None or isinstance(outcome, LinkClosed) for outcome in outcomes)
     assert outcomes[-1] is None
     assert taker.digests(tuple(range(12, 23))) == giver.digests(tuple(range(11)))
+
+
+def test_closing_links_ends_a_pull_on_every_rank(workers: Workers) -> None:
+    """Each waits for a peer that says nothing. One that is not told reads on, into blocks that are others' by then."""
+    taker = workers[ParallelLayout(2, 1)][0]
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = f"gloo://token@127.0.0.1:{mute.getsockname()[1]}"
+        peer = PeerRanks("mute", 1, ParallelLayout(1, 1), (endpoint,))
+        pulling = taker.executor.pull(peer, [BlockPull(0, 0, 0)])
+        knocking = [mute.accept()[0] for _ in range(taker.executor.layout.world_size)]
+        taker.executor.close_links(peer.key)
+        assert isinstance(pulling.exception(5), LinkClosed)
+        for each in knocking:
+            each.close()
 
 
 def test_a_stale_epoch_is_refused_and_the_link_stays_usable(workers: Workers) -> None:

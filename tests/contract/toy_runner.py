@@ -23,14 +23,15 @@ NUM_BLOCKS = 24
 @dataclass(frozen=True)
 class Toy:
     """How a toy rank behaves. The rank `at_rank` fails while loading, or in the step of that number, or waits there for a
-    dead rank. Steps that are `awaited` are those of a device: the odd ones are done there once the next was
-    launched, and fail there too."""
+    dead rank, or errs in what that step writes. Steps that are `awaited` are those of a device: the odd ones are done
+    there once the next was launched, and fail there too."""
 
     shape: ModelShape = SHAPE
     at_rank: int = -1
     raise_on_load: bool = False
     raise_at: int = -1
     hang_at: int = -1
+    err_at: int = -1
     awaited: bool = False
 
     def __call__(self, spec: WorkerSpec, rank: int, store: Any) -> "ToyRunner":
@@ -103,7 +104,8 @@ class ToyRunner:
             self.tables[work.row] += work.new_blocks
             assert work.token_ids is not None
             for offset, token in enumerate(work.token_ids):
-                self._store_token(work.row, work.start + offset, token)
+                errs = self.faulty and plan.number == self.toy.err_at
+                self._store_token(work.row, work.start + offset, token + errs)
         if self.group is not None:
             agreed = torch.tensor([plan.number, -plan.number])
             options = dist.AllreduceOptions()

@@ -1,6 +1,6 @@
 """A thousand hand-offs between real workers, 64 at a time, of random lengths, from two layouts, a quarter of them
-cancelled at some moment: every block has the digest that it was announced with, the others answer as one worker alone does,
-and nothing is held when all are over."""
+cancelled at some moment: every block has the digest that it was announced with, on each of the ranks that hold it alike,
+the others answer as one worker alone does, and nothing is held when all are over."""
 
 import asyncio
 import pathlib
@@ -13,7 +13,7 @@ import pytest
 from headrace.v1 import control_pb2
 from headrace.values import Request, RequestKey, SamplingParams
 from tests.session import Answer, Router, open_session
-from tests.tiny import make_checkpoint
+from tests.tiny import make_variant
 from tests.worker_process import WorkerProcess, a_worker_process
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.asyncio]
@@ -58,9 +58,9 @@ async def nothing_held(worker: WorkerProcess) -> None:
 
 async def test_a_thousand_hand_offs_leave_no_block_behind_and_change_no_answer(tmp_path: pathlib.Path) -> None:
     draw = random.Random(11)
-    model = make_checkpoint(tmp_path)
+    model = make_variant(tmp_path, "llama-mqa")
     async with AsyncExitStack() as stack:
-        roles = {"d0": ("decode",), "p0": ("prefill",), "p1": ("prefill", "--pp", "2")}
+        roles = {"d0": ("decode",), "p0": ("prefill",), "p1": ("prefill", "--tp", "2", "--pp", "2")}
         starting = [
             a_worker_process(model, tmp_path, name, "--role", role, *layout, *SIZES, forked=True)
             for name, (role, *layout) in roles.items()

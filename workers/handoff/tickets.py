@@ -174,7 +174,9 @@ class Source:
         try:
             chunk = await digested(self._engine, chunk, ticket.ticket.request)
         except HeadraceError as error:
-            self._lost(chunk.key, error)
+            if self._find(chunk.key) is ticket:
+                self._end(ticket)
+                ticket.stream.send(source_abort(chunk.key, error))
         if before is not None:
             await before
         if self._find(chunk.key) is ticket:

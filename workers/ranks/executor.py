@@ -57,7 +57,8 @@ class Executor(Protocol):
 
     def digests(self, blocks: Sequence[tuple[int, int]]) -> Future[tuple[bytes, ...]]:
         """For each (block, filled positions): a digest of those positions over all layers and KV heads, equal for
-        equal content whatever the layout; after all steps before it. A debug aid and a test's oracle."""
+        equal content whatever the layout; after all steps before it. TransferFailed where ranks that hold the same heads
+        and layers differ in them. A debug aid and a test's oracle."""
         ...
 
     def profile(self, num_steps: int) -> Future[tuple[RankProfile, ...]]:

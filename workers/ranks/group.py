@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar, assert_never
 
-from headrace.errors import HeadraceError, InternalError, WorkerLost
+from headrace.errors import HeadraceError, InternalError, TransferFailed, WorkerLost
 from headrace.values import ParallelLayout
 from workers.kv.channel import Channel, ChannelClosed
 from workers.kv.layout import ModelShape
@@ -151,10 +151,8 @@ class RankExecutor:
         self._tell(CloseLinks(peer))
 
     def digests(self, blocks: Sequence[tuple[int, int]]) -> "Future[tuple[bytes, ...]]":
-        def conclude(parts: list[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-            return tuple(functools.reduce(_xor, of_block) for of_block in zip(*parts, strict=True))
-
-        return self._ask(lambda task: Digest(task, tuple(blocks)), conclude)
+        numbers = [block for block, _ in blocks]
+        return self._ask(lambda task: Digest(task, tuple(blocks)), lambda parts: _whole(numbers, parts))
 
     def profile(self, num_steps: int) -> "Future[tuple[RankProfile, ...]]":
         def conclude(outcomes: list[RankProfile | HeadraceError]) -> tuple[RankProfile, ...]:
@@ -228,8 +226,8 @@ class RankExecutor:
                     self._answers.stepped(rank, reply, time.monotonic())
                 except InternalError as error:
                     self._lose(error)
-            case Digested(task, part):
-                self._answers.answered(rank, task, part)
+            case Digested(task):
+                self._answers.answered(rank, task, reply)
             case Profiled(task, part):
                 self._answers.answered(rank, task, part)
             case Pulled(task, part):
@@ -283,6 +281,18 @@ def _all_well(outcomes: Iterable[T | HeadraceError]) -> list[T]:
             raise outcome
         found.append(outcome)
     return found
+
+
+def _whole(blocks: Sequence[int], parts: Sequence[Digested]) -> tuple[bytes, ...]:
+    """The digest of each block, of all that is in it, once. TransferFailed where replicas differ."""
+    shares: dict[tuple[int, int], tuple[bytes, ...]] = {}
+    for part in parts:
+        known = shares.setdefault(part.share, part.digests)
+        for block, one, other in zip(blocks, known, part.digests, strict=True):
+            if one != other:
+                held = "KV heads from {} and layers from {} on".format(*part.share)
+                raise TransferFailed(f"block {block} is not the same on all ranks that hold the {held}", block=block)
+    return tuple(functools.reduce(_xor, of_block) for of_block in zip(*shares.values(), strict=True))
 
 
 def _xor(one: bytes, other: bytes) -> bytes:

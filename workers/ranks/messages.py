@@ -103,7 +103,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Digested:
+    """`share`: the first KV head and layer that the rank holds, which replicas have in common."""
+
     task: int
+    share: tuple[int, int]
     digests: tuple[bytes, ...]
 
 

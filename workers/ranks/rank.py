@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from headrace.errors import HeadraceError, InternalError, WorkerLost
 from workers.kv.channel import Channel, ChannelClosed, connect
-from workers.kv.layout import ModelShape, Shard, shard
+from workers.kv.layout import Shard, shard
 from workers.kv.links import schemes
 from workers.kv.links.base import KvServer, PullReceipt
 from workers.kv.links.peers import PeerLinks
@@ -175,8 +175,8 @@ class Rank:
                         case result:
                             self._stepped(plan.number, began, told_at, result)
                 case Digest(task, blocks):
-                    tp = self._spec.layout.tp
-                    self._reply(Digested(task, digests(runner.pool, blocks, held, runner.shape, tp)))
+                    share = held.kv_heads[0], held.layers[0]
+                    self._reply(Digested(task, share, digests(runner.pool, blocks, held)))
                 case Profile(task, num_steps):
                     self._end_profile()
                     self._begin_profile(task, num_steps, runner)
@@ -239,13 +239,8 @@ class Rank:
         self._reply(Stepped(number, result, now - max(began, before), before - ready_at, max(ready_at - began, 0.0)))
 
 
-def digests(
-    pool: KvPool, blocks: Sequence[tuple[int, int]], held: Shard, shape: ModelShape, tp: int
-) -> tuple[bytes, ...]:
-    """One rank's part of Executor.digests: XOR over ranks gives the whole. Of replicas, the first counts."""
-    replicas = max(1, tp // shape.num_kv_heads)
-    if held.tp_rank % replicas:
-        return (bytes(DIGEST_BYTES),) * len(blocks)
+def digests(pool: KvPool, blocks: Sequence[tuple[int, int]], held: Shard) -> tuple[bytes, ...]:
+    """One rank's part of Executor.digests: XOR over all parts of a block gives the whole. Replicas have the same part."""
     folded = []
     for block, filled in blocks:
         whole = 0

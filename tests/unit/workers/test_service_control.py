@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 
 from cluster.worker_client import WorkerClient
 from headrace import wire
 from headrace.errors import (
     InvalidRequest,
 )
+from headrace.keys import Keys
 from headrace.v1 import control_pb2
 from headrace.values import RequestKey, Role
 from tests.unit.workers.rig import ENGINE, a_request, a_worker
@@ -134,3 +136,25 @@ async def test_a_sequence_is_preempted_as_often_as_the_fault_says() -> None:
         assert answer.tokens == plain.tokens
         assert answer.timeline is not None
         assert answer.timeline.num_preemptions == 3
+
+
+@pytest.mark.redis
+async def test_case_60_a_worker_that_drains_says_so_in_its_lease_at_once(redis_url: str) -> None:
+    """Who scales by leases would count on it otherwise, for as long as its drain takes."""
+    async with (
+        a_worker(redis_url=redis_url, cluster="drains", lease_seconds=600.0) as rig,
+        rig.router() as router,
+        Redis.from_url(redis_url) as redis,
+        asyncio.timeout(20),
+    ):
+        lease = Keys("drains").lease("w0")
+        rig.executor.go_steps.clear()
+        answer = router.submit(a_request())
+        while await redis.hget(lease, "draining") != b"0":
+            await router.ping()
+        drain = asyncio.ensure_future(rig.control.Drain(control_pb2.DrainRequest(grace_seconds=30)))
+        while await redis.hget(lease, "draining") != b"1":
+            await router.ping()
+        rig.executor.go_steps.set()
+        assert (await answer.end()).error is None
+        assert (await drain).drained

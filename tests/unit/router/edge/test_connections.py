@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import ManualClock
+from headrace.config import RouterConfig
 from headrace.errors import Overloaded
 from router.edge import connections, sse
 from router.edge.connections import HttpServer, http_config, listen
@@ -94,6 +96,23 @@ async def test_a_request_that_stops_half_way_is_dropped(monkeypatch: pytest.Monk
 async def test_a_connection_on_which_nothing_ever_comes_is_closed() -> None:
     async with connected(Endless(), keep_alive_seconds=0.05) as (reader, _):
         assert await until_closed(reader) == b""
+
+
+async def test_case_50_an_idle_connection_is_kept_between_requests_for_longer_than_a_request_may_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who closes first must be the client, whose pool may keep it for as long as keep_alive_seconds says."""
+    assert http_config(Endless(), 120, 2).timeout_keep_alive == RouterConfig().keep_alive_seconds == 120
+    monkeypatch.setattr(connections, "SENDS_NOTHING_SECONDS", 0.05)
+    loop, app = asyncio.get_running_loop(), PlainTextResponse("ok")
+    async with connected(app) as (reader, writer):
+        for _ in range(2):
+            writer.write(HEAD + b"\r\n")
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            over = loop.time() + 3 * connections.SENDS_NOTHING_SECONDS
+            while loop.time() < over:
+                assert not reader.at_eof()
+                await asyncio.sleep(0)
 
 
 async def test_a_client_whose_body_we_do_not_read_yet_is_not_taken_for_one_that_stalls(

@@ -29,10 +29,10 @@ async def answer_to_peer_lost(router: Router, answer: Answer, target: PrefillTar
     router.place(RequestKey(answer.lost[0].key.request_id, answer.lost[0].key.attempt + 1), target)
 
 
-async def a_puller(rig: Rig, request: Request, worker_id: str = "d0") -> Any:
-    """Its stream to a prefill worker, on which a ticket has gone, and nothing else does."""
+async def a_puller(rig: Rig, request: Request, worker_id: str = "d0", **said: Any) -> Any:
+    """Its stream to a prefill worker, on which a ticket has gone, and nothing else does. `said`: of itself."""
     call = transfer_pb2_grpc.TransferStub(rig.channel).Link()
-    hello = replace(rig.worker._hello, worker_id=worker_id)
+    hello = replace(rig.worker._hello, worker_id=worker_id, **said)
     await call.write(transfer_pb2.PullerMessage(hello=messages.hello_to_pb(hello)))
     await call.write(ticket_of(request))
     return call

@@ -12,8 +12,8 @@ from headrace.errors import (
     Overloaded,
 )
 from headrace.v1 import control_pb2
-from headrace.values import ParallelLayout
-from tests.unit.workers.handoff.ends import answer_to_peer_lost, both_idle
+from headrace.values import ParallelLayout, Role
+from tests.unit.workers.handoff.ends import a_puller, aborted, answer_to_peer_lost, both_idle
 from tests.unit.workers.memory import MemoryExecutor
 from tests.unit.workers.rig import (
     COMPATIBILITY,
@@ -21,9 +21,11 @@ from tests.unit.workers.rig import (
     IDENTITY,
     a_pair,
     a_request,
+    a_worker,
 )
 from workers.handoff.messages import PeerHello
 from workers.kv.layout import ModelShape
+from workers.streams import TransferServicer
 
 Fault = control_pb2.Fault
 
@@ -45,6 +47,32 @@ async def test_case_61_unequal_workers_refuse_each_other_by_name(field: str) -> 
         await answer.until(lambda answer: answer.lost)
         assert answer.lost[0].error.type == IncompatiblePeer.__name__
         assert answer.lost[0].error.numbers["field"] == field
+        await answer_to_peer_lost(router, answer, None)
+        assert (await answer.end()).error is None
+        assert prefill.executor.num_steps == 0
+
+
+async def test_case_61_a_prefill_worker_refuses_another_revision_though_its_puller_would_read_it() -> None:
+    """Each end looks for itself: the other may be of a version that did not look, or looked otherwise."""
+    theirs = replace(COMPATIBILITY, revision="r2")
+    async with a_worker("p0", role=Role.PREFILL) as rig, asyncio.timeout(20):
+        call = await a_puller(rig, a_request(length=20), compatibility=theirs)
+        error = await aborted(call)
+        assert (error.type, error.numbers["field"]) == (IncompatiblePeer.__name__, "revision")
+        await rig.idle()
+        assert rig.executor.num_steps == 0
+        call.cancel()
+
+
+async def test_case_61_a_decode_worker_refuses_another_revision_though_its_source_would_hand_it_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TransferServicer, "_refusal", lambda self, peer: None)
+    other = replace(IDENTITY, compatibility=replace(COMPATIBILITY, revision="r2"))
+    async with a_pair(prefill_identity=other) as (prefill, decode), decode.router() as router, asyncio.timeout(20):
+        answer = router.submit(a_request(length=20, prefill=prefill.target))
+        await answer.until(lambda answer: answer.lost)
+        assert answer.lost[0].error.numbers["field"] == "revision"
         await answer_to_peer_lost(router, answer, None)
         assert (await answer.end()).error is None
         assert prefill.executor.num_steps == 0

@@ -1,6 +1,8 @@
 """Streams between workers that end, or whose other end falls silent."""
 
 import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import grpc
@@ -11,6 +13,8 @@ from headrace.v1 import control_pb2
 from headrace.values import PrefillTarget, RequestKey, Role
 from tests.unit.workers.handoff.ends import a_puller, answer_to_peer_lost, both_idle, said
 from tests.unit.workers.rig import HANDOFF, a_request, a_worker, answer_alone
+from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
+from workers.scheduling.scheduler import ChunkDone
 from workers.streams import RouterStream
 
 Fault = control_pb2.Fault
@@ -94,6 +98,51 @@ async def test_what_was_announced_by_a_peer_whose_stream_has_ended_is_not_asked_
         await answer_to_peer_lost(router, answer, None)
         assert (await answer.end()).error is None
         assert not decode.executor.peers
+        await both_idle(decode)
+
+
+async def test_a_peer_that_announces_what_cannot_be_read_is_lost_to_all_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its stream's task ended without a word: who had heard nothing yet would have waited for ever."""
+
+    def unequal(announced: object) -> ChunkDone:
+        raise ValueError("3 blocks and 2 epochs")
+
+    async with a_worker("d0") as decode, a_worker("p0") as prefill, decode.router() as router, asyncio.timeout(20):
+        prefill.executor.go_steps.clear()
+        waits = router.submit(a_request("waits", length=20, max_tokens=1, prefill=prefill.target))
+        while not prefill.worker.num_requests:
+            await prefill.worker.changed()
+        monkeypatch.setattr("workers.handoff.messages.chunk_from_pb", unequal)
+        prefill.executor.go_steps.set()
+        await waits.until(lambda answer: answer.lost)
+        assert "3 blocks and 2 epochs" in waits.lost[0].error.message
+        await answer_to_peer_lost(router, waits, None)
+        assert (await waits.end()).error is None
+        await both_idle(prefill, decode)
+
+
+async def test_what_was_being_read_as_its_peers_stream_ended_is_not_asked_of_it_again() -> None:
+    """As what another request's trouble cut is: a link to it would be formed, which nobody closes."""
+    num_asked = 0
+    async with a_worker("d0") as decode, decode.router() as router:
+        pull = decode.executor.pull
+
+        def counted(peer: PeerRanks, blocks: Sequence[BlockPull], after_step: int = 0) -> Future[PullReceipt]:
+            nonlocal num_asked
+            num_asked += 1
+            return pull(peer, blocks, after_step)
+
+        decode.executor.pull = counted  # type: ignore[method-assign]
+        async with a_worker("p0") as prefill:
+            decode.executor.go_pulls.clear()
+            answer = router.submit(a_request(length=20, prefill=prefill.target))
+            while not num_asked:
+                await decode.worker.changed()
+        await answer_to_peer_lost(router, answer, None)
+        assert num_asked == 1
+        assert (await answer.end()).error is None
         await both_idle(decode)
 
 
