@@ -72,7 +72,12 @@ def test_no_pod_may_do_more_than_it_must(manifests: list[Manifest]) -> None:
             assert security["allowPrivilegeEscalation"] is False, name
             assert security["capabilities"] == {"drop": ["ALL"]}, name
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name
-            assert "memory" in container["resources"]["limits"], name
+            asked, most = (_bytes(container["resources"][side]["memory"]) for side in ("requests", "limits"))
+            assert asked <= most, f"case 68: {name} would be refused"
+
+
+def _bytes(text: str) -> int:
+    return int(text[:-2]) * {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}[text[-2:]]
 
 
 def test_a_pod_mounts_what_it_names(manifests: list[Manifest]) -> None:

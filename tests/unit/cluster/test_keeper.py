@@ -140,3 +140,36 @@ async def test_case_65_what_answered_in_between_is_waited_for_anew(monkeypatch: 
     with pytest.raises(Unavailable, match="away"):
         await keeper._patiently(attempt, patience, lambda reason: None)
     assert num_attempts == 4
+
+
+async def test_case_65_a_head_that_answered_for_hours_is_waited_for_as_long_as_one_that_was_just_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, num_connected, num_looks = [0.0], 0, 0
+
+    def connect_ray(address: str, name: str) -> None:
+        nonlocal num_connected
+        num_connected += 1
+        if num_looks:
+            now[0] += 6.0
+            raise Unavailable("its head is away")
+
+    def look(name: str, controller: str) -> str:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            raise Unavailable("its head is away")
+        now[0] += 3600.0
+        return controller
+
+    for name in ("LOOK_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(keeper, name, 0.0)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    monkeypatch.setattr(keeper.ray_session, "stop", lambda: None)
+    monkeypatch.setattr(keeper.ray_session, "connect", connect_ray)
+    monkeypatch.setattr(keeper.ray_session, "keep_controller", lambda config, url: "its controller")
+    monkeypatch.setattr(keeper.ray_session, "check_controller", look)
+    config, said = ClusterConfig(model="m", pools=POOLS), list[str]()
+    with pytest.raises(Unavailable, match="its head is away"):
+        await keeper._keep_there(config, "redis://h", "ray://h:1", keeper.Patience(10.0), lambda: None, said.append)
+    assert (num_connected, said) == (3, ["its head is away"])

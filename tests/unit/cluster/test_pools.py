@@ -88,3 +88,19 @@ def test_what_ray_refuses_ends_the_workers_start_and_not_the_controller(options:
     """Ray says it by a ValueError, which is none of its own errors."""
     with pytest.raises(WorkerLost, match=r"prefill-0 \(generation 2\): ValueError: "), named("prefill-0", 2):
         ray.remote(Rank).options(**options)
+
+
+def test_case_65_of_a_worker_that_is_removed_no_rank_is_left_nor_what_was_set_aside_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither ends with its controller, and nobody else would end them."""
+    ended: list[object] = []
+    monkeypatch.setattr("cluster.pools.ray.kill", lambda rank, no_restart: ended.append((rank, no_restart)))
+    monkeypatch.setattr("cluster.pools.remove_placement_group", ended.append)
+    pools = RayPools("headrace-test", lambda pool: {"GPU": 1.0})
+    for generation in (1, 2):
+        pools._ranks["decode-0", generation] = [f"rank {rank} of {generation}" for rank in range(2)]
+        pools._groups["decode-0", generation] = f"group {generation}"  # type: ignore[assignment]
+    for _ in range(2):
+        pools.remove("decode-0", 1)
+    assert ended == [("rank 0 of 1", True), ("rank 1 of 1", True), "group 1"]
