@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -31,6 +32,7 @@ from tests.worker_process import WorkerProcess, a_worker_process
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(300)]
 
 BLOCK = 8
+Fault = control_pb2.Fault
 OPTIONS = ("--block-size", str(BLOCK), "--max-step-tokens", "16", "--num-blocks", "96", "--fault-hooks")
 YAML = """
 model: m
@@ -70,10 +72,21 @@ def _has_nothing(worker: control_pb2.DescribeResponse) -> bool:
     return not (load.num_running or load.num_waiting or blocks.active or blocks.pinned or blocks.stranded)
 
 
-def job(name: str, length: int, *, n: int = 1, max_tokens: int = 6, **sampling: object) -> Job:
+def job(
+    name: str,
+    length: int,
+    *,
+    n: int = 1,
+    max_tokens: int = 6,
+    prompt: str = "",
+    cache_salt: str = "",
+    **sampling: object,
+) -> Job:
+    """`prompt`: whose tokens it has, where not those of its name."""
     params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-    tokens = tuple((sum(name.encode()) * 13 + 7 * at) % 200 for at in range(length))
-    return Job(name, "m", tokens, SamplingParams(max_tokens=max_tokens, **params), n=n)  # type: ignore[arg-type]
+    tokens = tuple((sum((prompt or name).encode()) * 13 + 7 * at) % 200 for at in range(length))
+    its = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Job(name, "m", tokens, its, n=n, cache_salt=cache_salt)
 
 
 def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
@@ -81,11 +94,13 @@ def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def running_cluster(folder: pathlib.Path, redis_url: str, name: str) -> AsyncIterator[Cluster]:
+async def running_cluster(
+    folder: pathlib.Path, redis_url: str, name: str, num_decode: int = 1
+) -> AsyncIterator[Cluster]:
     checkpoint = make_checkpoint(folder / "model")
     async with AsyncExitStack() as stack:
         options = (*OPTIONS, "--redis-url", redis_url, "--cluster", name)
-        roles = {"p0": "prefill", "d0": "decode"}
+        roles = {"p0": "prefill", **{f"d{number}": "decode" for number in range(num_decode)}}
         starting = [
             a_worker_process(checkpoint, folder, worker, "--role", role, *options, forked=True)
             for worker, role in roles.items()
@@ -224,3 +239,60 @@ async def test_cases_12_and_45_killed_workers_are_a_detour_or_an_error_and_never
         with pytest.raises(WorkerLost, match="d0"):
             await read()
         assert all(piece.finish is None for piece in pieces)
+
+
+# Where a hand-off stands when its decode worker dies, held there by a fault in it: (Describe of it, of the prefill worker).
+# Blocks of 8, chunks of 16 tokens, a prompt of 60.
+MOMENTS: dict[str, tuple[Any, Callable[[Any, Any], bool]]] = {
+    "before its ticket": (Fault(point="ticket", action="pause"), lambda decode, prefill: bool(decode.requests)),
+    "in mid-chunk": (
+        Fault(point="transfer.block", action="pause", at=3),
+        lambda decode, prefill: bool(prefill.tickets) and decode.blocks.active >= 4,
+    ),
+    "after the last chunk": (
+        Fault(point="transfer.block", action="pause", at=7),
+        lambda decode, prefill: prefill.blocks.pinned > 0 and decode.blocks.active == 8,
+    ),
+}
+
+
+async def test_a_request_whose_decode_worker_dies_during_its_hand_off_is_answered_by_another_one(
+    tmp_path: pathlib.Path, redis_url: str
+) -> None:
+    """Its client sees nothing of it, and nobody keeps anything of what was begun."""
+    async with running_cluster(tmp_path, redis_url, "again", num_decode=1 + len(MOMENTS)) as on:
+        prefill = on.workers["p0"]
+        expected = tokens_of(await on.ask("alone", 60, cache_salt="alone", prompt="same"))
+        for moment, (fault, there) in MOMENTS.items():
+            decoding = [name for name in on.workers if name != "p0"]
+            await held(on, decoding, fault)
+            asked = asyncio.create_task(on.ask(moment, 60, cache_salt=moment, prompt="same"))
+            dies = await where(on, decoding, prefill, there)
+            await held(on, [name for name in decoding if name != dies])
+            on.workers.pop(dies).process.send_signal(signal.SIGKILL)
+            pieces = await asyncio.wait_for(asked, 30)
+            assert tokens_of(pieces) == expected, moment
+            timeline = pieces[-1].timeline
+            assert timeline is not None
+            assert timeline.attempts == 2, moment
+            assert timeline.decode_worker != dies
+            await on.idle()
+
+
+async def held(on: Cluster, workers: list[str], *faults: Any) -> None:
+    for name in workers:
+        async with on.workers[name].control() as control:
+            await control.Faults(control_pb2.FaultsRequest(faults=faults))
+
+
+async def where(on: Cluster, workers: list[str], prefill: WorkerProcess, there: Callable[[Any, Any], bool]) -> str:
+    """Which of them holds a hand-off there, once one does; the answers to Describe are what is waited for."""
+    async with AsyncExitStack() as stack:
+        of_prefill = await stack.enter_async_context(prefill.control())
+        controls = {name: await stack.enter_async_context(on.workers[name].control()) for name in workers}
+        async with asyncio.timeout(20):
+            while True:
+                for name, control in controls.items():
+                    described = [await each.Describe(control_pb2.DescribeRequest()) for each in (control, of_prefill)]
+                    if there(*described):
+                        return name

@@ -12,7 +12,7 @@ from headrace.errors import HeadraceError, TransferFailed
 from headrace.v1 import control_pb2
 from headrace.values import PrefillTarget, RequestKey, Role
 from tests.unit.workers.handoff.ends import a_puller, answer_to_peer_lost, both_idle, said
-from tests.unit.workers.rig import HANDOFF, a_request, a_worker, answer_alone
+from tests.unit.workers.rig import HANDOFF, a_pair, a_request, a_worker, answer_alone
 from workers.kv.links.base import BlockPull, PeerRanks, PullReceipt
 from workers.scheduling.scheduler import ChunkDone
 from workers.streams import RouterStream
@@ -157,6 +157,20 @@ async def test_no_link_is_left_to_a_prefill_worker_that_is_gone() -> None:
 
 
 SOON_SILENT = HANDOFF.model_copy(update={"transfer_seconds": 0.2, "pin_seconds": 60.0})
+
+
+async def test_a_stream_on_which_nothing_is_asked_stays_for_as_long_as_both_are_there() -> None:
+    """Else each lull would cost the next hand-off its links."""
+    brief = HANDOFF.model_copy(update={"transfer_seconds": 1.0})
+    loop = asyncio.get_running_loop()
+    async with a_pair(handoff=brief) as (prefill, decode), decode.router() as router:
+        await router.submit(a_request("first", prefill=prefill.target)).end()
+        (link,) = decode.worker.peers
+        ended = loop.time() + 1.5 * brief.transfer_seconds
+        while loop.time() < ended:
+            await router.ping()
+        assert list(decode.worker.peers) == [link]
+        link.check()
 
 
 async def test_a_puller_that_falls_silent_holds_no_ticket() -> None:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from headrace.clock import ManualClock
-from headrace.errors import DeadlineExceeded, TransferFailed
+from headrace.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 from headrace.values import Role
 from tests.unit.workers.handoff.ends import a_puller, aborted, ticket_of
 from tests.unit.workers.rig import HANDOFF, a_request, a_worker
@@ -51,4 +51,19 @@ async def test_a_ticket_whose_time_is_up_is_told_to_its_puller(clock: ManualCloc
         assert isinstance(await aborted(call), DeadlineExceeded)
         rig.executor.go_steps.set()
         await rig.idle()
+        call.cancel()
+
+
+async def test_a_ticket_that_makes_no_sense_ends_itself_alone() -> None:
+    """Its stream carries those of all other requests between the two."""
+    async with a_worker("p0", role=Role.PREFILL, handoff=PATIENT) as rig, asyncio.timeout(20):
+        rig.executor.go_steps.clear()
+        call = await a_puller(rig, a_request(length=20))
+        malformed = ticket_of(a_request("malformed", length=20))
+        malformed.ticket.prompt_token_ids = b"123"
+        await call.write(malformed)
+        assert isinstance(await aborted(call), InvalidRequest)
+        rig.executor.go_steps.set()
+        while not (await call.read()).announce.last:
+            pass
         call.cancel()
