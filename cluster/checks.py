@@ -1,9 +1,10 @@
-"""What must hold before anything starts: the checkpoint is whole, every pool's layout fits the model, ports are free.
+"""What must hold before anything starts: the checkpoint is whole, pools' layouts and KV fit the model, ports are free.
 
 A worker would find the same faults, but minutes later and one at a time. Each raises one error that names the key,
 the value and what is allowed.
 """
 
+import errno
 import json
 import pathlib
 from collections.abc import Mapping
@@ -14,10 +15,10 @@ from cluster.config_place import is_path
 from cluster.model_cache import local_source
 from cluster.session import all_folders
 from headrace.client import TLS_SCHEME
-from headrace.config import CanaryConfig, ClusterConfig, PoolConfig
+from headrace.config import CanaryConfig, ClusterConfig, EngineConfig, PoolConfig
 from headrace.errors import CheckpointError, ConfigError, IncompatiblePeer
-from headrace.ports import port_is_free
-from workers.kv.layout import shard
+from headrace.ports import why_not_free
+from workers.kv.layout import block_bytes, num_blocks, shard
 from workers.models.checkpoint import Checkpoint
 from workers.models.fetch import KNOWN, no_progress
 from workers.models.gguf_source import Progress
@@ -78,37 +79,53 @@ def check_canary_model(canary: CanaryConfig, checkpoint: Checkpoint) -> None:
     ):
         if theirs != ours:
             raise ConfigError.out_of_range("canary.model", canary.model, f"one whose {name} is that of `model`")
-    _check_pools("canary.pools", canary.pools, its)
+    _check_pools("canary.", canary.pools, canary.engine, its)
 
 
 def check_layouts(config: ClusterConfig, checkpoint: Checkpoint) -> None:
-    """ConfigError when a pool's tp or pp does not fit the model, or more context is asked for than the model has."""
-    model = checkpoint.config
-    _check_pools("pools", config.pools, checkpoint)
-    asked = config.engine.max_context_tokens
-    if asked is not None and asked > model.max_context_tokens:
-        raise ConfigError.out_of_range(
-            "engine.max_context_tokens", asked, f"at most the model's {model.max_context_tokens}"
-        )
+    """ConfigError when a pool's tp or pp does not fit the model, KV memory holds no two blocks, or more context is asked
+    for than the model has."""
+    _check_pools("", config.pools, config.engine, checkpoint)
 
 
-def _check_pools(where: str, pools: Mapping[str, PoolConfig], checkpoint: Checkpoint) -> None:
+def _check_pools(where: str, pools: Mapping[str, PoolConfig], engine: EngineConfig, checkpoint: Checkpoint) -> None:
     for name, pool in pools.items():
         try:
             shard(checkpoint.config.shape, pool.layout, 0)
         except IncompatiblePeer as error:
-            key = f"{where}.{name}.{error.numbers.get('field', 'tp')}"
+            key = f"{where}pools.{name}.{error.numbers.get('field', 'tp')}"
             raise ConfigError(f"{key}: {error.message}", key=key, value=error.numbers.get("value")) from error
+    shape = checkpoint.config.shape
+    # Ranks may hold the same heads, so blocks differ between layouts: what is enough for the largest is for all.
+    largest = max((pool.layout for pool in pools.values()), key=lambda layout: block_bytes(shape, layout, engine))
+    num_blocks(shape, largest, engine, f"{where}engine")
+    asked, most = engine.max_context_tokens, checkpoint.config.max_context_tokens
+    if asked is not None and asked > most:
+        raise ConfigError.out_of_range(f"{where}engine.max_context_tokens", asked, f"at most the model's {most}")
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """ConfigError when the router could not listen where it is told to."""
+    """ConfigError when the router or the console could not listen where it is told to."""
     router = config.router
+    _check_host("router.host", router.host)
+    if config.console.enabled:
+        _check_host("console.host", config.console.host)
     if router.http_port and router.http_port == router.grpc_port:
         raise ConfigError.out_of_range("router.http_port", router.http_port, "another port than router.grpc_port")
     for key, port in (("router.http_port", router.http_port), ("router.grpc_port", router.grpc_port)):
-        if port and not port_is_free(router.host, port):
+        why = why_not_free(router.host, port) if port else None
+        if why is None:
+            continue
+        if why.errno == errno.EADDRINUSE:
             raise ConfigError(f"{key}: {router.host}:{port} is taken{_by_whom(port)}", key=key, value=port)
+        raise ConfigError(f"{key}: cannot listen on {router.host}:{port}: {why.strerror}", key=key, value=port)
+
+
+def _check_host(key: str, host: str) -> None:
+    why = why_not_free(host, 0)
+    if why is not None:
+        allowed = f"an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them ({why.strerror})"
+        raise ConfigError.out_of_range(key, host, allowed)
 
 
 def _by_whom(port: int) -> str:

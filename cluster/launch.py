@@ -34,6 +34,7 @@ from headrace.errors import InternalError, Unavailable
 from headrace.ports import free_port, port_is_free
 from headrace.store import StoreUnavailable, public
 from router.edge.tls import read as read_certificates
+from router.keyring import load_keyring
 
 T = TypeVar("T")
 
@@ -138,6 +139,7 @@ def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
     """The configuration with every blank filled in: the model's folder, and ports where any would do."""
     if config.router.tls is not None:
         read_certificates(config.router.tls)
+    load_keyring(config)
     report(Step("model", config.model))
     checkpoint = check_checkpoint(
         config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}"))
@@ -361,4 +363,5 @@ def _record(folder: SessionFolder, session: Session, children: dict[str, Child])
 
 def _reachable(host: str) -> str:
     """Where a client on this machine finds what listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -244,7 +244,7 @@ class SelfCheckConfig(Section):
 
 
 class RouterConfig(Section):
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1, description="0.0.0.0: all addresses of the machine")
     grpc_port: Port = Field(default=50051, ge=0, le=65535)
     http_port: Port = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[str, ...] = Field(default=(), strict=False)
@@ -316,7 +316,7 @@ class ConsoleConfig(Section):
     lets them; without keys it answers to its own machine alone."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     port: Port = Field(default=8002, ge=0, le=65535, description="when it is taken, a free one is chosen; 0: any")
     plan: str | None = Field(
         default=None,

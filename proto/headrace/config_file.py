@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.config import CanaryConfig, ClusterConfig
 from headrace.errors import ConfigError
-from headrace.values import STABLE
+from headrace.values import DEFAULT_TENANT, STABLE
 
 
 def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
@@ -32,6 +32,7 @@ def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
             f"{source}: pools", sorted(roles), "at least one pool that decodes (decode or unified)"
         )
     _check_classes(config, source)
+    _check_keys(config, source)
     if config.autoscaling.mode != "fixed":
         _check_scaling(config, source)
     if config.canary is not None:
@@ -112,6 +113,17 @@ def _check_classes(config: ClusterConfig, source: str) -> None:
         if name is not None and name not in config.service_classes:
             raise ConfigError.out_of_range(
                 f"{source}: {key}", name, f"one of {allowed}" if config.service_classes else allowed
+            )
+
+
+def _check_keys(config: ClusterConfig, source: str) -> None:
+    """Every tenant is somebody: `default` has the keys of the router, any other its own."""
+    for tenant, its in config.tenants.items():
+        if tenant != DEFAULT_TENANT and not (its.key_env or its.key_files):
+            key = f"tenants.{tenant}"
+            raise ConfigError(
+                f"{source}: {key}: must have a key, by key_env or key_files: without one no request is ever its own",
+                key=key,
             )
 
 

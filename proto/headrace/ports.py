@@ -1,5 +1,6 @@
 """Ports for servers that are told where to listen some time before they do."""
 
+import errno
 import itertools
 import os
 import socket
@@ -23,11 +24,18 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether something could listen there now."""
+    return why_not_free(host, port) is None
+
+
+def why_not_free(host: str, port: int) -> OSError | None:
+    """What would hinder it, None where nothing would. Port 0 is free wherever `host` is an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+        except UnicodeError:
+            return OSError(errno.EINVAL, "no name of a host")
+    return None

@@ -10,6 +10,7 @@ from headrace.errors import Amount, InvalidRequest
 PROTOCOL_VERSION = 2
 SLAB_VERSION = 1
 
+DEFAULT_TENANT = "default"  # who has the keys of the router; everybody, where no keys are configured at all
 STABLE = "stable"  # the revision of whatever no canary began
 
 MAX_STOP_STRINGS = 16

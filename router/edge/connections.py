@@ -6,6 +6,8 @@ already on its way (pipelined).
 """
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -137,12 +139,15 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
-    """ConfigError, which names `key`, when the port is taken; 0 takes any free one."""
+    """ConfigError, which names `key`, when the port is taken, or `host` is no address of this machine; 0 takes any free
+    port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror}", key=key, value=port) from error
+        elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        why = f"{host} is no address of this machine" if elsewhere else os.strerror(error.errno or 0)
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {why}", key=key, value=port) from error
 
 
 def http_config(

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from headrace.errors import IncompatiblePeer
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, IncompatiblePeer
 from headrace.values import ParallelLayout
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,32 @@ def shard(shape: ModelShape, layout: ParallelLayout, rank: int) -> Shard:
         head = tp_rank * heads // tp
         kv_heads = (head, head + 1)
     return Shard(rank, tp_rank, stage, layers, kv_heads)
+
+
+def slab_of(shape: ModelShape, layout: ParallelLayout, rank: int, engine: EngineConfig) -> SlabLayout:
+    """What a block is on this rank."""
+    mine = shard(shape, layout, rank)
+    return SlabLayout(
+        mine.num_kv_heads, mine.num_layers, engine.block_size, shape.head_dim, ELEMENT_BYTES[engine.dtype]
+    )
+
+
+def block_bytes(shape: ModelShape, layout: ParallelLayout, engine: EngineConfig) -> int:
+    """One block on all ranks; replicated heads count as often as they are held."""
+    return sum(slab_of(shape, layout, rank, engine).block_bytes for rank in range(layout.world_size))
+
+
+def num_blocks(shape: ModelShape, layout: ParallelLayout, engine: EngineConfig, key: str = "engine") -> int:
+    """As configured, or as many as kv_bytes holds over all ranks; the same on every rank. ConfigError, by the `key` of the
+    section, where that is less than two."""
+    if engine.num_blocks is not None:
+        return engine.num_blocks
+    each = block_bytes(shape, layout, engine)
+    if engine.kv_bytes < 2 * each:
+        raise ConfigError.out_of_range(
+            f"{key}.kv_bytes", engine.kv_bytes, f"at least {2 * each}: two blocks of {each} bytes"
+        )
+    return engine.kv_bytes // each
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kernels.noise import Keys
 from kernels.ops import AttentionBatch, DrawNumbers
 from kernels.pull_blocks import PullLauncher, PullShape
 from kernels.tuning import Tuning
-from workers.kv.layout import SlabLayout
+from workers.kv.layout import SlabLayout, slab_of
 from workers.models.config import ModelConfig
 from workers.models.meeting import ROOM_BYTES, SmallSums
 from workers.models.parallel import RankContext
@@ -30,7 +30,7 @@ from workers.models.transformer import Transformer
 from workers.ranks.graphs import Captured, DecodeGraphs, GraphMemory
 from workers.ranks.prompt_graphs import PromptGraphs
 from workers.ranks.rows import Rows
-from workers.ranks.runner import DTYPES, slab_of
+from workers.ranks.runner import DTYPES
 
 META = torch.device("meta")
 NUM_BLOCKS = 64  # of a pool without memory

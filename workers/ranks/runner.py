@@ -21,7 +21,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.values import ParallelLayout, SamplingParams
 from kernels.choose import choose
-from workers.kv.layout import ModelShape, SlabLayout, shard
+from workers.kv.layout import num_blocks, slab_of
 from workers.kv.pool import KvPool
 from workers.models.checkpoint import Checkpoint
 from workers.models.parallel import RankContext, Store, Work, form
@@ -77,30 +77,6 @@ def make_runner(
     phases.ended("model and weights")
     log.info("rank %d: %s", rank, phases)
     return runner
-
-
-def slab_of(shape: ModelShape, layout: ParallelLayout, rank: int, engine: EngineConfig) -> SlabLayout:
-    """What a block is on this rank."""
-    mine = shard(shape, layout, rank)
-    element_bytes = DTYPES[engine.dtype].itemsize
-    return SlabLayout(mine.num_kv_heads, mine.num_layers, engine.block_size, shape.head_dim, element_bytes)
-
-
-def block_bytes(shape: ModelShape, layout: ParallelLayout, engine: EngineConfig) -> int:
-    """One block on all ranks; replicated heads count as often as they are held."""
-    return sum(slab_of(shape, layout, rank, engine).block_bytes for rank in range(layout.world_size))
-
-
-def num_blocks(shape: ModelShape, layout: ParallelLayout, engine: EngineConfig) -> int:
-    """As configured, or as many as kv_bytes holds over all ranks; the same on every rank."""
-    if engine.num_blocks is not None:
-        return engine.num_blocks
-    each = block_bytes(shape, layout, engine)
-    if engine.kv_bytes < 2 * each:
-        raise ConfigError.out_of_range(
-            "engine.kv_bytes", engine.kv_bytes, f"at least {2 * each}: two blocks of {each} bytes"
-        )
-    return engine.kv_bytes // each
 
 
 def served_context(checkpoint: Checkpoint, engine: EngineConfig) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.checks import check_ports, check_weight_file
 from cluster.session import Session, SessionFolder
-from headrace.config import ClusterConfig, PoolConfig, RouterConfig
+from headrace.config import ClusterConfig, ConsoleConfig, PoolConfig, RouterConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.ports import free_port, port_is_free
 
@@ -43,7 +43,7 @@ def test_a_header_that_is_no_header_is_refused(tmp_path: pathlib.Path) -> None:
         check_weight_file(path)
 
 
-def config(**router: int) -> ClusterConfig:
+def config(**router: int | str) -> ClusterConfig:
     return ClusterConfig(model="m", pools={"all": PoolConfig(role="unified")}, router=RouterConfig(**router))
 
 
@@ -73,6 +73,19 @@ def test_a_port_that_another_cluster_has_is_refused_with_its_name(
         folder.write(Session("other", 1, "", "m", places["http_port"], places["grpc_port"], ""))
         with pytest.raises(ConfigError, match=r"taken by the cluster 'other': .*headrace down --cluster other"):
             check_ports(config(**{"http_port": 0, "grpc_port": 0, key: port}))
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "fe80::1", "nowhere.invalid", "[::1]", "a..b"])
+def test_a_host_that_is_not_here_is_no_taken_port(host: str) -> None:
+    for ports in ({"http_port": 8000, "grpc_port": 0}, {"http_port": 0, "grpc_port": 0}):
+        with pytest.raises(ConfigError, match=r"router\.host: must be an address of this machine") as caught:
+            check_ports(config(host=host, **ports))
+        assert f"got {host!r}" in caught.value.message
+    here = config(http_port=0, grpc_port=0)
+    elsewhere = here.model_copy(update={"console": ConsoleConfig(host=host)})
+    with pytest.raises(ConfigError, match=r"console\.host: must be an address of this machine"):
+        check_ports(elsewhere)
+    check_ports(here.model_copy(update={"console": ConsoleConfig(host=host, enabled=False)}))
 
 
 def test_both_edges_cannot_share_a_port() -> None:

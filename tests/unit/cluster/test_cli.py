@@ -203,6 +203,39 @@ def test_more_context_than_the_model_has_is_named(
     assert "engine.max_context_tokens: must be at most the model's 256, got 257" in error
 
 
+@pytest.mark.parametrize("where", ["", "canary."])
+def test_kv_memory_that_no_worker_could_serve_with_is_named_before_one_starts(
+    command: Command, tmp_path: pathlib.Path, state: pathlib.Path, checkpoint: pathlib.Path, where: str
+) -> None:
+    """A worker of tp 4 holds each of the 2 KV heads twice."""
+    small, pool = {"kv_bytes": 2**16, "block_size": 1024}, {"decode": {"role": "decode", "tp": 4}}
+    canary = {"revision": "v2", "engine": small, "pools": {"new": pool["decode"]}}
+    sections = {"canary": canary} if where else {"engine": small, "pools": {"a": {"role": "decode"}, **pool}}
+    error = command.refused("up", write(tmp_path, checkpoint, **sections))
+    assert f"{where}engine.kv_bytes: must be at least 3145728: two blocks of 1572864 bytes, got 65536" in error
+    assert nothing_started(state)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"key_env": ["NO_SUCH_KEY"]}, "tenants.acme.key_env[0]: must name an environment variable that holds a key"),
+        ({"key_files": ["/no/such/keys"]}, "tenants.acme.key_files: cannot read /no/such/keys: No such file"),
+    ],
+)
+def test_keys_that_are_not_there_are_named_before_anything_starts(
+    command: Command,
+    tmp_path: pathlib.Path,
+    state: pathlib.Path,
+    checkpoint: pathlib.Path,
+    keys: dict[str, object],
+    message: str,
+) -> None:
+    path = write(tmp_path, checkpoint, tenants={"acme": keys}, redis={"url": "redis://127.0.0.1:1/0"})
+    assert message in command.refused("up", path)
+    assert nothing_started(state)
+
+
 @pytest.mark.parametrize("key", ["http_port", "grpc_port"])
 def test_a_taken_port_is_named(
     command: Command, tmp_path: pathlib.Path, state: pathlib.Path, checkpoint: pathlib.Path, key: str

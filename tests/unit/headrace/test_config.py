@@ -98,6 +98,13 @@ BAD = {
         "a whole number at least 1",
     ),
     "a tenant without weight": ("tenants: {a: {weight: 0}}", "tenants.a.weight", "0", "above 0 and at most 1000"),
+    "a tenant without a key": (
+        "tenants: {a: {weight: 2}}",
+        "tenants.a",
+        "",
+        "must have a key, by key_env or key_files",
+    ),
+    "no host": ("router: {host: ''}", "router.host", "''", "at least 1 character"),
     "a key where none may stand": ("tenants: {a: {keys: [x]}}", "tenants.a.keys", "keys", "key_env, key_files"),
     "a file of keys that is sought from somewhere": (
         "tenants: {a: {key_files: [keys]}}",

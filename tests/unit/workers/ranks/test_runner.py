@@ -11,8 +11,9 @@ from headrace.errors import ConfigError, IncompatiblePeer
 from headrace.values import ParallelLayout, SamplingParams
 from tests.model_steps import ENGINE, GREEDY, Steps, alone, random_ids
 from tests.tiny import make_checkpoint
+from workers.kv.layout import block_bytes, num_blocks, slab_of
 from workers.models.checkpoint import Checkpoint
-from workers.ranks.runner import Runner, block_bytes, num_blocks, served_context, slab_of
+from workers.ranks.runner import Runner, served_context
 from workers.scheduling.plan import RowStart, RowWork, StepPlan, StepResult
 
 pytestmark = pytest.mark.torch
