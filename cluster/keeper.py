@@ -28,11 +28,11 @@ from cluster.canary.store import CanaryState
 from cluster.canary.values import Phase as CanaryIs
 from cluster.canary.values import State as CanaryKnown
 from cluster.console.start import watching
-from cluster.launch import in_thread
 from cluster.lifecycle import Phase
 from cluster.scaling_state import ScalingState
 from cluster.serving import serving
 from cluster.state import ControlState, ObservedState, configured, control_state
+from cluster.threads import asking
 from headrace import metrics
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
@@ -111,19 +111,19 @@ async def _keep_there(
     """The controller, on that Ray cluster, whose head may go and come back."""
 
     async def kept() -> None:
-        await in_thread(ray_session.stop)
-        await in_thread(ray_session.connect, address, config.name)
+        await asking(ray_session.stop)
+        await asking(ray_session.connect, address, config.name)
         connected()
-        controller = await in_thread(ray_session.keep_controller, config, url)
+        controller = await asking(ray_session.keep_controller, config, url)
         while True:
             patience.renew()
             await asyncio.sleep(LOOK_SECONDS)
-            controller = await in_thread(ray_session.check_controller, config.name, controller)
+            controller = await asking(ray_session.check_controller, config.name, controller)
 
     try:
         await _patiently(kept, patience, say)
     finally:
-        await in_thread(ray_session.stop)
+        await asking(ray_session.stop)
 
 
 class Patience:

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import httpx
 import yaml
@@ -28,6 +27,7 @@ from cluster.console.start import served
 from cluster.lifecycle import Phase
 from cluster.session import Session, SessionFolder, remembered
 from cluster.state import ObservedState, configured, control_state
+from cluster.threads import asking, in_thread
 from headrace.clock import SystemClock
 from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
@@ -35,8 +35,6 @@ from headrace.ports import free_port, port_is_free
 from headrace.store import StoreUnavailable, public
 from router.edge.tls import read as read_certificates
 from router.keyring import load_keyring
-
-T = TypeVar("T")
 
 ROUTER = "router"
 LOOK_SECONDS = 0.25
@@ -202,10 +200,12 @@ async def _start_console(config: ClusterConfig, ends: contextlib.AsyncExitStack,
 
 async def _start_ray(config: ClusterConfig, ends: contextlib.AsyncExitStack, report: Report) -> Head:
     report(Step("ray", config.ray.address or "on this machine"))
-    ends.push_async_callback(in_thread, ray_session.stop)
-    await in_thread(ray_session.start, config)
-    patience_seconds = OWN_HEAD_SECONDS if config.ray.address is None else OTHERS_HEAD_SECONDS
-    head = Head(await in_thread(ray_session.head_address), patience_seconds)
+    own = config.ray.address is None
+    # A Ray of our own is a child of the thread that starts it. Others' Ray may never answer, and is only asked.
+    done = in_thread if own else asking
+    ends.push_async_callback(done, ray_session.stop)
+    await done(ray_session.start, config)
+    head = Head(await done(ray_session.head_address), OWN_HEAD_SECONDS if own else OTHERS_HEAD_SECONDS)
     report(Step("ray", config.ray.address or "on this machine", done=True))
     return head
 
@@ -215,11 +215,21 @@ async def _start_controller(config: ClusterConfig, head: Head, ends: contextlib.
     report(Step("workers", "controller"))
 
     async def stop() -> None:
-        if not head.lost:
-            await in_thread(ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS)
+        """With a head that is gone, or goes now (a service manager signals all processes at once), nobody answers."""
+        if head.lost or not await _listens(head.address):
+            return
+        stopped = asyncio.ensure_future(asking(ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS))
+        silent = asyncio.ensure_future(_until_silent(head))
+        try:
+            await asyncio.wait({stopped, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                stopped.result()
+        finally:
+            silent.cancel()
+            stopped.cancel()
 
     ends.push_async_callback(stop)
-    await in_thread(ray_session.start_controller, config, config.redis.url)
+    await asking(ray_session.start_controller, config, config.redis.url)
 
 
 async def _workers_ready(config: ClusterConfig, report: Report) -> None:
@@ -327,6 +337,13 @@ async def _watch_head(head: Head, report: Report) -> None:
     )
 
 
+async def _until_silent(head: Head) -> None:
+    while True:
+        await asyncio.sleep(HEAD_LOOK_SECONDS)
+        if not await _listens(head.address):
+            return
+
+
 async def _listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
@@ -339,16 +356,6 @@ async def _listens(address: str) -> bool:
 
 
 # -- shared
-
-
-async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """As asyncio.to_thread, but a cancelled caller waits for the thread first: what it starts is never left behind."""
-    thread = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        await asyncio.wait({thread})
-        raise
 
 
 async def _end_child(name: str, children: dict[str, Child], seconds: float) -> None:

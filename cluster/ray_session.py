@@ -4,13 +4,17 @@ import contextlib
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import ray
+from ray._private.gcs_utils import create_gcs_channel
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from cluster.control_actor import NAME, ControlActor, namespace, rank_resources, settings_digest
@@ -23,6 +27,15 @@ REPLACE_SECONDS = 30.0
 REPLACE_LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 60.0
 LISTENS_SECONDS = 2.0
+ADDRESS = re.compile(r"auto|(ray://)?[^/\s]+:\d{1,5}")
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+# What is no answer of a head, and what that means where gRPC's own words would not help; anything else, such as that a
+# token is wanted, is one.
+NO_HEAD = {
+    grpc.StatusCode.UNAVAILABLE: "",
+    grpc.StatusCode.DEADLINE_EXCEEDED: f"nothing answered within {LISTENS_SECONDS:g} s",
+    grpc.StatusCode.UNIMPLEMENTED: "what answers is none (its client server is ray://HOST:PORT)",
+}
 
 
 def start(config: ClusterConfig) -> None:
@@ -30,32 +43,53 @@ def start(config: ClusterConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     needed = total_resources(config)
     if config.ray.address is None:
-        ray.init(
-            address="local",
-            namespace=namespace(config.name),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=config.ray.object_store_bytes,
-            **_grants(config, needed),
-        )
+        try:
+            ray.init(
+                address="local",
+                namespace=namespace(config.name),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=config.ray.object_store_bytes,
+                **_grants(config, needed),
+            )
+        except Exception as error:  # it raises whatever a folder, a socket or a process of it does
+            raise Unavailable(f"ray: none can be started on this machine: {why(error)}") from error
     else:
         connect(config.ray.address, config.name)
     _check_fits(needed)
 
 
 def connect(address: str, cluster: str) -> None:
-    """Joins a Ray cluster that somebody else runs. Unavailable when none answers, or one that this process may not join:
-    another version, another token."""
+    """Joins a Ray cluster that somebody else runs. Unavailable within seconds when none answers, or one that this process
+    may not join: another version, another token. ConfigError when the address is none."""
+    if not ADDRESS.fullmatch(address):
+        allowed = "auto, HOST:PORT of a Ray head (6379 unless told otherwise), or ray://HOST:PORT of its client server"
+        raise ConfigError.out_of_range("ray.address", address, allowed)
     try:
-        if address.startswith("ray://"):  # Ray's client itself takes half a minute to say that nobody listens
-            where = urlsplit(address)
-            socket.create_connection((where.hostname or "", where.port or 0), LISTENS_SECONDS).close()
+        _check_answers(address)
         ray.init(address=address, namespace=namespace(cluster), log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
         raise Unavailable(f"ray.address: no Ray cluster answers at {address}: {error}") from error
     except (RayError, RuntimeError) as error:
         raise Unavailable(f"ray.address: the Ray cluster at {address} cannot be joined: {why(error)}") from error
+
+
+def _check_answers(address: str) -> None:
+    """ConnectionError unless a Ray is there: Ray itself takes half a minute to say so, and more than four at a head."""
+    if address == "auto":  # as Ray reads it
+        address = os.environ.get("RAY_ADDRESS") or address
+    if address.startswith("ray://"):
+        where = urlsplit(address)
+        socket.create_connection((where.hostname or "", where.port or 0), LISTENS_SECONDS).close()
+        return
+    place = canonicalize_bootstrap_address_or_die(address)
+    with create_gcs_channel(place) as channel:
+        try:
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=LISTENS_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() in NO_HEAD:
+                raise ConnectionError(f"no head at {place}: {NO_HEAD[error.code()] or error.details()}") from error
 
 
 def head_address() -> str:

@@ -27,9 +27,15 @@ class Operator:
             timeout=240,
         )
 
-    def starts(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "cluster.cli", *arguments]
-        return subprocess.Popen(command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def starts(self, *arguments: str, in_own_group: bool = False) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", *arguments],
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0 if in_own_group else None,
+        )
 
     def said(self, *arguments: str, stdin: str = "") -> str:
         ran = self.run(*arguments, stdin=stdin)
