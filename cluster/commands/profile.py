@@ -4,16 +4,18 @@ import asyncio
 import json
 import pathlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 from rich.table import Table
 
 from cluster.commands.screen import screen
+from cluster.commands.status import described, read
 from cluster.config_place import load
 from cluster.leased import leased_workers
+from cluster.session import Session
 from cluster.worker_client import WorkerClient
-from headrace.errors import ConfigError, InvalidRequest
+from headrace.errors import InvalidRequest
 from headrace.store import connect
 from workers.ranks.profiles import MOST_STEPS, ProfiledStep, RankProfile
 
@@ -22,15 +24,14 @@ BUDGET_SECONDS = 2.0
 
 @click.command(name="profile")
 @click.argument("worker")
+@click.option("--cluster", help="The cluster's name; not needed when there is one, or WORKER is HOST:PORT.")
 @click.option(
     "--config",
     type=click.Path(path_type=pathlib.Path),
-    default="headrace.yaml",
-    show_default=True,
-    help="Of the cluster whose Redis knows where WORKER is; not read where WORKER is HOST:PORT.",
+    help="Instead: a cluster that others run, by its headrace.yaml.",
 )
 @click.option(
-    "--redis-url", envvar="HEADRACE_REDIS_URL", help="Instead of the configuration's. Or $HEADRACE_REDIS_URL."
+    "--redis-url", envvar="HEADRACE_REDIS_URL", help="Of that cluster, instead of its own. Or $HEADRACE_REDIS_URL."
 )
 @click.option("--steps", type=click.IntRange(1, MOST_STEPS), default=50, show_default=True, help="How many.")
 @click.option(
@@ -40,7 +41,8 @@ BUDGET_SECONDS = 2.0
 @click.option("--json", "as_json", is_flag=True, help="One object instead of tables.")
 def command(
     worker: str,
-    config: pathlib.Path,
+    cluster: str | None,
+    config: pathlib.Path | None,
     redis_url: str | None,
     steps: int,
     seconds: float,
@@ -52,7 +54,8 @@ def command(
     The trace opens in Perfetto or chrome://tracing; ranks other than 0 have files of their own beside it. While it is
     taken steps are somewhat slower.
     """
-    ranks = asyncio.run(_profile(worker, config, redis_url, steps, seconds))
+    session = None if ":" in worker else _session(cluster, config, redis_url)
+    ranks = asyncio.run(_profile(worker, session, steps, seconds))
     for found in ranks:
         path = out if found.rank == 0 else out.with_name(f"rank{found.rank}-{out.name}")
         path.write_bytes(found.trace)
@@ -65,22 +68,29 @@ def command(
         )
 
 
-async def _profile(
-    worker: str, config: pathlib.Path, redis_url: str | None, steps: int, seconds: float
-) -> tuple[RankProfile, ...]:
-    address = worker if ":" in worker else await _address(worker, config, redis_url)
+def _session(cluster: str | None, config: pathlib.Path | None, redis_url: str | None) -> Session:
+    """Of the cluster whose Redis knows where the worker is."""
+    if config is None:
+        session = read(cluster)
+    else:
+        settings = load(config)
+        url = redis_url or settings.redis.url
+        session = described(
+            settings.model_copy(update={"redis": settings.redis.model_copy(update={"url": url})}), config
+        )
+    return replace(session, redis_url=redis_url or session.redis_url)
+
+
+async def _profile(worker: str, session: Session | None, steps: int, seconds: float) -> tuple[RankProfile, ...]:
+    address = worker if session is None else await _address(worker, session)
     async with WorkerClient(address) as client:
         return await client.profile(steps, seconds)
 
 
-async def _address(worker: str, config: pathlib.Path, redis_url: str | None) -> str:
-    cluster = load(config)
-    url = redis_url or cluster.redis.url
-    if url is None:
-        raise ConfigError("redis.url must be given, or WORKER as HOST:PORT", key="redis.url")
-    store = connect(url, BUDGET_SECONDS)
+async def _address(worker: str, session: Session) -> str:
+    store = connect(session.redis_url, BUDGET_SECONDS)
     try:
-        found = {leased.info.worker_id: leased.info.address for leased in await leased_workers(store, cluster.name)}
+        found = {leased.info.worker_id: leased.info.address for leased in await leased_workers(store, session.cluster)}
     finally:
         await store.close()
     if worker not in found:

@@ -1,6 +1,7 @@
 """`headrace why`: why a request ran where it ran, and what became of it, as its router remembers it."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from rich.text import Text
 from cluster.commands.screen import screen
 from cluster.commands.status import read
 from cluster.commands.tls_options import tls_options
-from headrace.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
+from headrace.errors import ConfigError, HeadraceError, InternalError, InvalidRequest, Unauthenticated, Unavailable
 from headrace.metrics import Stage
 from headrace.tls import ClientTls
 from router.decisions.codec import decode
@@ -23,6 +24,7 @@ from router.explanations import Explanation
 
 BUDGET_SECONDS = 5.0
 MAX_ROWS = 16
+URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 STAGES = {
     Stage.EDGE: "edge: checked and tokenised",
     Stage.QUEUE: "queue in the router",
@@ -68,6 +70,9 @@ def command(
     if not routers:
         session = read(cluster)
         routers, tls = (session.http_url,), tls or session.client_tls
+    for router in routers:
+        if not URL.fullmatch(router):
+            raise ConfigError.out_of_range("--router", router, "http://HOST:PORT or https://HOST:PORT of a router")
     found = ask(routers, request_id, api_key, tls)
     if as_json:
         click.echo(json.dumps(found))

@@ -8,6 +8,7 @@ Errors are those of headrace.errors, as the router raised them. Closing an itera
 """
 
 import json
+import re
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import grpc
 import grpc.aio
 
 from headrace.errors import (
+    ConfigError,
     DeadlineExceeded,
     HeadraceError,
     InternalError,
@@ -34,6 +36,9 @@ ERROR_KEY = "headrace-error"
 NUMBERS_KEY = "headrace-numbers-bin"
 RETRY_KEY = "retry-after"
 TLS_SCHEME = "grpcs://"
+PLACE = re.compile(r"([^/\s:\[\]]+|\[[^/\s\[\]]+\]):\d{1,5}")
+PLACE_BY_TLS = re.compile(rf"{PLACE.pattern}|[^/\s:\[\]]+")  # without a port: 443
+_GRPCS_OWN = ("dns:", "unix:", "ipv4:", "ipv6:")  # other ways to name a server
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 
@@ -276,9 +281,14 @@ def _ended(call: Any) -> Iterator[None]:
 
 
 def _channel(address: str, tls: ClientTls | None) -> tuple[str, Any, Any]:
-    """Where to, the credentials (None: plain), and the channel's options. ConfigError when a file cannot be used."""
+    """Where to, the credentials (None: plain), and the channel's options. ConfigError when a file cannot be used, or the
+    address is none: gRPC would look for a host of that name."""
     place = address.removeprefix(TLS_SCHEME)
-    if tls is None and place == address:
+    secure = tls is not None or place != address
+    if not place.startswith(_GRPCS_OWN) and not (PLACE_BY_TLS if secure else PLACE).fullmatch(place):
+        allowed = f"HOST:PORT, where the router serves gRPC, or {TLS_SCHEME}HOST:PORT by TLS"
+        raise ConfigError.out_of_range("address", address, allowed)
+    if not secure:
         return place, None, _OPTIONS
     tls = tls or ClientTls()
     name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name is not None else ()

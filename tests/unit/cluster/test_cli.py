@@ -293,6 +293,35 @@ def test_a_router_that_does_not_answer_is_one_line(command: Command) -> None:
     assert command.refused("generate", "hello", "--address", address)
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8000", "grpc://h:1", "127.0.0.1", "h:port", "", "grpcs://"])
+def test_an_address_that_is_none_is_answered_with_its_form(command: Command, address: str) -> None:
+    said = command.refused("generate", "hello", "--address", address)
+    assert "address: must be HOST:PORT, where the router serves gRPC, or grpcs://HOST:PORT by TLS" in said
+    assert f"got {address!r}" in said
+
+
+@pytest.mark.parametrize("router", ["127.0.0.1:8000", "ftp://h", "localhost"])
+def test_a_router_to_ask_is_given_as_a_url(command: Command, router: str) -> None:
+    said = command.refused("why", "r1", "--router", router)
+    assert f"--router: must be http://HOST:PORT or https://HOST:PORT of a router, got {router!r}" in said
+
+
+def test_a_profile_finds_the_cluster_as_other_commands_do(
+    command: Command, tmp_path: pathlib.Path, state: pathlib.Path
+) -> None:
+    assert "no cluster runs here" in command.refused("profile", "decode-0")
+    assert "no cluster named 'other' runs here" in command.refused("profile", "decode-0", "--cluster", "other")
+    path = write(tmp_path, "m")
+    assert "redis.url must be given" in command.refused("profile", "decode-0", "--config", path)
+    folder = SessionFolder("headrace", state)
+    with folder.owned():
+        folder.write(Session("headrace", os.getpid(), "", "m", "http://h", "h", "redis://127.0.0.1:1/0"))
+        for where in ((), ("--cluster", "headrace"), ("--config", path)):
+            assert "Redis did not serve a call" in command.refused("profile", "decode-0", *where)
+    given = ("--config", path, "--redis-url", "redis://127.0.0.1:1/0")
+    assert "Redis did not serve a call" in command.refused("profile", "decode-0", *given)
+
+
 def test_a_model_that_is_no_model_cannot_be_fetched(command: Command, tmp_path: pathlib.Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
