@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from headrace.config import ClusterConfig
 from headrace.errors import InternalError, Unavailable
 from headrace.ports import free_port, port_is_free
 from headrace.store import StoreUnavailable, public
+from router.decision_log import decision_log
 from router.edge.tls import read as read_certificates
 from router.keyring import load_keyring
 
@@ -138,6 +140,8 @@ def _checked(config: ClusterConfig, report: Report) -> ClusterConfig:
     if config.router.tls is not None:
         read_certificates(config.router.tls)
     load_keyring(config)
+    with decision_log(config.router.decision_log, time.time):
+        pass  # the router could write it
     report(Step("model", config.model))
     checkpoint = check_checkpoint(
         config.model, lambda stage, done, total: report(Step("model", f"{stage}, {done} of {total}"))

@@ -121,6 +121,7 @@ class LimitsConfig(Section):
     max_body_bytes: int = Field(
         default=2 * 2**20,
         ge=1024,
+        le=2**31 - 1,
         description="of an HTTP body or gRPC message; JSON is parsed in one piece, which holds up all of the router's "
         "streams for 0.05 s a MiB at worst (0.1 s at this default, near 1 s at 8 MiB)",
     )
@@ -329,8 +330,8 @@ class ClusterConfig(Section):
     """The whole file. `name` separates clusters that share a Redis."""
 
     name: str = Field(default="headrace", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
-    model: str
-    served_model_name: str | None = None
+    model: str = Field(min_length=1)
+    served_model_name: str | None = Field(default=None, min_length=1)
     pools: dict[Name, PoolConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()
     handoff: HandoffConfig = HandoffConfig()

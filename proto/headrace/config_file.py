@@ -147,6 +147,8 @@ def first_fault(source: str, error: ValidationError, root: type[BaseModel]) -> C
     allowed = (_range(field) if field is not None else "") or fault["msg"].removeprefix("Input should be ").replace(
         "String should match pattern", "a text that matches"
     ).replace("a valid tuple", "a list")
+    if fault["type"] == "finite_number":  # which bounds alone need not say
+        allowed = allowed.replace("a number", "a finite number", 1)
     given = "(not shown)" if {"api_keys", "key_env"} & {*path, name} else fault.get("input")
     return ConfigError.out_of_range(where, given, allowed)
 

@@ -236,6 +236,15 @@ def test_keys_that_are_not_there_are_named_before_anything_starts(
     assert nothing_started(state)
 
 
+def test_a_decision_log_that_cannot_be_written_is_named_before_anything_starts(
+    command: Command, tmp_path: pathlib.Path, state: pathlib.Path, checkpoint: pathlib.Path
+) -> None:
+    router = {"decision_log": {"path": str(tmp_path / "headrace.yaml" / "log")}}
+    error = command.refused("up", write(tmp_path, checkpoint, router=router, redis={"url": "redis://127.0.0.1:1/0"}))
+    assert "router.decision_log.path: cannot write" in error
+    assert nothing_started(state)
+
+
 @pytest.mark.parametrize("key", ["http_port", "grpc_port"])
 def test_a_taken_port_is_named(
     command: Command, tmp_path: pathlib.Path, state: pathlib.Path, checkpoint: pathlib.Path, key: str

@@ -104,6 +104,9 @@ BAD = {
         "",
         "must have a key, by key_env or key_files",
     ),
+    "a time without end": ("redis: {lease_seconds: .inf}", "redis.lease_seconds", "inf", "finite"),
+    "a body beyond gRPC": ("limits: {max_body_bytes: 2147483648}", "limits.max_body_bytes", "2147483648", "2147483647"),
+    "no served name": ("served_model_name: ''", "served_model_name", "''", "at least 1 character"),
     "no host": ("router: {host: ''}", "router.host", "''", "at least 1 character"),
     "a key where none may stand": ("tenants: {a: {keys: [x]}}", "tenants.a.keys", "keys", "key_env, key_files"),
     "a file of keys that is sought from somewhere": (

@@ -51,8 +51,14 @@ def jsonl(step: float) -> str:
         ({"gpus": [{"type": "mine", "price_per_hour": 1, "tflops": 100}]}, r"of mine give all of memory_gb"),
         ({"gpus": []}, r"gpus: "),
         ({"gpus": [{"type": "h200", "price_per_hour": price} for price in (1, 3)]}, r"h200 is named twice"),
-        ({"gpus": [{"type": "h200", "price_per_hour": float("inf")}]}, r"price_per_hour: must be a number at least 0"),
-        ({"slo": {"ttft_seconds": float("inf"), "tpot_seconds": 0.02}}, r"slo\.ttft_seconds: must be a number above 0"),
+        (
+            {"gpus": [{"type": "h200", "price_per_hour": float("inf")}]},
+            r"price_per_hour: must be a finite number at least 0",
+        ),
+        (
+            {"slo": {"ttft_seconds": float("inf"), "tpot_seconds": 0.02}},
+            r"slo\.ttft_seconds: must be a finite number above 0",
+        ),
         (with_traffic(requests_per_second=1e12), r"1\.5e\+12 requests/s need more than 65,536 workers"),
         (
             {"slo": {"ttft_seconds": 1000, "tpot_seconds": 20}},
