@@ -79,6 +79,11 @@ def main() -> None:
     except HeadraceError as error:
         _say(error.message)
         status = 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # no file that somebody named
+        _say(f"cannot use {error.filename}: {error.strerror}")
+        status = 1
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -13,7 +13,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def load(path: pathlib.Path) -> ClusterConfig:
     """The configuration, with a model folder found from where the file is."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give a configuration file, such as examples/laptop.yaml")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {what}: give a configuration file, such as examples/laptop.yaml")
     return absolute(config_file.load(path), path.resolve().parent)
 
 

@@ -14,10 +14,23 @@ from headrace.errors import ConfigError
 from headrace.values import DEFAULT_TENANT, STABLE
 
 
+class _OnceEach(yaml.SafeLoader):
+    """YAML forbids a key twice in a mapping; its reader here would take the last and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                twice = f"key {key.value!r} stands twice in one mapping"
+                raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:
     """A cluster's configuration from YAML text; ConfigError names what is wrong in it."""
     try:
-        data: Any = yaml.safe_load(text)
+        data: Any = yaml.load(text, Loader=_OnceEach)  # a safe one
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(data, dict):

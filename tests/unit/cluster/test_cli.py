@@ -123,7 +123,17 @@ def test_without_a_word_it_says_what_there_is(command: Command, arguments: tuple
     assert "Commands:" in ran.out
 
 
-def test_a_missing_configuration_is_named(command: Command) -> None:
+def test_a_place_that_cannot_be_used_is_one_line(
+    command: Command, tmp_path: pathlib.Path, checkpoint: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, checkpoint)
+    monkeypatch.setenv("HEADRACE_STATE", f"{path}/state")
+    for options in ((), ("--detach",)):
+        assert command.refused("up", path, *options) == f"headrace: cannot use {path}/state/headrace: Not a directory"
+
+
+def test_a_missing_configuration_is_named(command: Command, tmp_path: pathlib.Path) -> None:
+    assert f"{tmp_path} is a folder: give a configuration file" in command.refused("up", str(tmp_path))
     assert "nowhere.yaml does not exist" in command.refused("up", "nowhere.yaml")
     assert "headrace.yaml does not exist" in command.refused("up")
 
@@ -133,6 +143,7 @@ def test_a_missing_configuration_is_named(command: Command) -> None:
     [
         ("pools: [", "is not valid YAML"),
         ("- a", "must be a mapping"),
+        ("model: m\npools:\n  a: {role: decode, tp: 1, tp: 2}", "key 'tp' stands twice in one mapping"),
         ("model: m\npools: {a: {role: decode, replica: 1}}", "pools.a.replica"),
         ("model: m\npools: {a: {role: decode, tp: 0}}", "pools.a.tp"),
         ("model: m\npools: {a: {role: prefill}}", "at least one pool that decodes"),
