@@ -65,16 +65,17 @@ class RouterStream:
         self._ready.set()
 
     async def messages(self) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        """Outputs go first: nothing that ends a request may overtake its tokens."""
+        """Outputs go first: nothing that ends a request may overtake its tokens. Both are taken at once: what comes while
+        the router reads slowly may be a request's last tokens, and then what ends it."""
         while True:
             await self._ready.wait()
             self._ready.clear()
             while self._outputs or self._others:
-                if self._outputs:
-                    outputs, self._outputs = self._outputs, []
+                outputs, self._outputs = self._outputs, []
+                others, self._others = self._others, []
+                if outputs:
                     for step in wire.steps_to_pb(outputs):
                         yield worker_pb2.WorkerMessage(outputs=step)
-                others, self._others = self._others, []
                 for message in others:
                     yield message
             if self._ended:
