@@ -31,6 +31,8 @@ def assumptions(asked: PlanAsked, model: ModelSpec, option: Option, traffic: Tra
         "operations (roofline scaling)"
         if gpu.is_measured
         else f"{gpu.name}: data sheet × what measured cards reach of theirs",
+        f"{gpu.name}: attention of prompts runs in waves over {gpu.sheet.multiprocessors} multiprocessors; how slow "
+        "programs that share a context are, and how round the roofline's corner is, was fitted to steps of an H200",
         *traffic.assumptions,
         f"sized for {asked.headroom.traffic:g} × the peak, no pool busier than 90 %, and "
         f"{asked.headroom.spare_workers} spare worker(s) a pool, whose loss it stands",
@@ -111,7 +113,7 @@ def unknowns(asked: PlanAsked, option: Option) -> list[str]:
         )
     else:
         cost, limit = option.decode.cost, asked.engine.max_step_tokens
-        stall = cost.prefill_seconds(limit)
+        stall = cost.step_seconds(limit, limit / 2, 1, limit)
         found.append(
             f"gaps between tokens: TPOT is a mean, and a step with {limit} tokens of prompts holds up every stream of its "
             f"worker for {stall * 1e3:.0f} ms, which no limit here forbids; separate pools have no such steps"

@@ -104,8 +104,10 @@ def predict(pools: Pools, prefill: Worker, decode: Worker, load: Load, target: T
 
 def _prompt_seconds(worker: Worker, length: Length, sequences: float = 0.0, context_tokens: float = 0.0) -> float:
     """A prompt in steps of its own, beside so many sequences that decode."""
-    num_steps, mean_context = _num_steps(worker, length), length.cached_tokens + length.computed_tokens / 2
+    num_steps = _num_steps(worker, length)
     tokens = round(length.computed_tokens / num_steps)
+    # Of whole tokens, as steps have: it tells a whole prompt, which has a kernel of its own (headrace.devicecost).
+    mean_context = length.cached_tokens + num_steps * tokens / 2
     return num_steps * worker.cost.step_seconds(tokens, mean_context, round(sequences), round(context_tokens))
 
 

@@ -209,6 +209,23 @@ def test_an_unmeasured_gpu_is_flagged_and_its_doubt_is_in_what_if() -> None:
     assert any("nothing was simulated" in line for line in found.unknowns)
 
 
+def test_what_a_card_takes_over_from_an_h200_is_said() -> None:
+    mine = {"memory_gb": 96, "tflops": 600, "memory_tb_per_second": 4.0, "link_gb_per_second": 300}
+    for figures, number in ((mine, 132), ({**mine, "multiprocessors": 170}, 170)):
+        found = made(gpus=[{"type": "mine", "price_per_hour": 1.0, **figures}], simulate={"requests": 0}, api=None)
+        (said,) = [line for line in found.assumptions if "multiprocessors" in line]
+        assert said.startswith(f"mine: attention of prompts runs in waves over {number} multiprocessors")
+        assert said.endswith("was fitted to steps of an H200")
+
+
+def test_streams_are_held_up_at_least_for_as_long_as_weights_are_read() -> None:
+    """A step of 64 tokens was said to hold up streams for 3 ms, beside decode steps of 4.6."""
+    found = made(serve="aggregated", simulate={"requests": 0}, api=None, engine={"max_step_tokens": 64})
+    (said,) = [re.search(r"for (\d+) ms, which no limit", line) for line in found.unknowns if "gaps" in line]
+    assert said is not None
+    assert int(said[1]) >= 5
+
+
 def test_a_gpu_of_ones_own_is_taken_with_its_figures() -> None:
     mine = {"memory_gb": 96, "tflops": 600, "memory_tb_per_second": 4.0, "link_gb_per_second": 300}
     found = asked.parse({**SMALL, "gpus": [{"type": "RTX 4090", "price_per_hour": 2.0, **mine}]}).gpus[0].resolve()

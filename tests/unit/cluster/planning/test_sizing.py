@@ -54,6 +54,17 @@ def test_a_lone_request_takes_the_sum_of_its_terms() -> None:
     assert found.tpot_mean_seconds == pytest.approx(0.021), "it is in its own steps"
 
 
+def test_a_prompt_of_2000_and_a_bit_takes_the_kernel_of_whole_prompts_too() -> None:
+    """Lengths of made traffic are no whole numbers, and each was planned without it: 1.2 ms of 50 too long."""
+    worker = Worker(cards.load("h200").cost, kv_tokens=1e6)
+    found = [
+        predict(Pools(1, 1), worker, worker, Load(1e-9, [Length(tokens, 11)]), TARGET)
+        for tokens in (2000.0, 2000.3, 2001.0)
+    ]
+    ttfts = [one.ttft_mean_seconds for one in found if not isinstance(one, Overload)]
+    assert ttfts[0] <= ttfts[1] <= ttfts[2]
+
+
 def test_decode_holds_what_little_says_and_its_steps_take_that_long() -> None:
     """5 requests a second of 200 steps: n = 1000 · τ, τ = 0.02 + 0.0005 · (n + 1), so n = 41 and τ = 0.041."""
     worker = replace(WORKER, max_num_seqs=64, cost=replace(COST, decode_sequence_seconds=5e-4))
