@@ -210,7 +210,7 @@ def warnings(asked: PlanAsked, chosen: Settled, traffic: Traffic, prediction: Pr
             f"{100 * target.attainment:g}% are asked for"
         )
         if (more := chosen.no_better) is not None:
-            found[-1] += f"; more workers change nothing: {more.pools.said} keep it at {more.simulated.attainment:.1%}"
+            found[-1] += f"; many more workers are no help: {more.pools.said} come to {more.simulated.attainment:.1%}"
     found += option.gpu.notes
     if chosen.rounds:
         found += _by_simulation(chosen, target)

@@ -89,8 +89,8 @@ def settle(
     asked: PlanAsked, option: Option, traffic: Traffic, load: Load, target: Target, context: int, say: Say
 ) -> Settled:
     """Grows what the simulation finds too small. The pool whose limit was missed more often grows. Where that changed no
-    more than chance does, the largest pools that all rounds might come to are run at once: what does not hold there holds
-    nowhere on the way."""
+    more than chance does, the largest pools that all rounds might come to are run at once: what is short there, by more
+    than chance, holds nowhere on the way. By chance it may: each worker has its prefixes to compute first."""
     rounds: list[Round] = []
     spare, looked_ahead = asked.headroom.spare_workers, False
     if not asked.simulate.requests:
@@ -110,7 +110,7 @@ def settle(
         if not looked_ahead and len(rounds) > 1 and _is_equal(rounds[-2].simulated, found):
             looked_ahead = True
             largest = run(_largest(needed, MOST_ROUNDS - len(rounds)))
-            if not largest.simulated.holds(target):
+            if largest.simulated.attainment + largest.simulated.deviation < target.attainment:
                 return Settled(option, tuple(rounds), False, no_better=largest)
         option = option.with_needed(_grown(needed, found, target), spare)
 
