@@ -112,7 +112,16 @@ KNEES: Mapping[str, Mapping[int, Knee]] = {
         2: Knee((4, 7, 8), ("1P1D+code", "2U+:256", "2U+:512", "1P1D+tight", "1P1D+tight/256", "2U+:1024")),
         4: Knee(
             (10, 12, 16),
-            ("3P1D+tight/256", "4U+:256", "4U+:512", "3P1D+code/256", "4U:1024", "4U+:1024", "3P1D+code"),
+            (
+                "3P1D+tight/256",
+                "4U+:256",
+                "4U+:512",
+                "3P1D+code/256",
+                "4U:1024",
+                "4U+:1024",
+                "3P1D+code",
+                "2P2D+tight/256",
+            ),
         ),
     },
     "azure": {
