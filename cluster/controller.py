@@ -366,7 +366,13 @@ class Controller:
         self._changed.set()
 
     def _remove(self, worker: _Worker) -> None:
-        slot = worker.seen.worker_id
+        slot, now = worker.seen.worker_id, self._clock.now()
+        beside = waiting(self._wanted, [its.seen for its in self._workers.values()]) if self._wanted else []
+        for (
+            seen
+        ) in beside:  # the room that comes free is theirs: who waited for it as long as it takes has its time now
+            if seen.pool == worker.seen.pool:
+                self._workers[seen.worker_id].seen = replace(seen, since=now)
         for task in filter(None, (worker.task, worker.drain)):
             task.cancel()
         self._pools.remove(slot, worker.seen.generation)

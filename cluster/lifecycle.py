@@ -98,8 +98,9 @@ class ObservedWorker:
         return not self.failing, self.held is None, tenths, its.num_blocks, -self.index
 
     def is_found(self, now: float) -> bool:
-        """Whether it stays, and routers place on it by now."""
-        return self.phase is Phase.READY and self.leaves_at is None and now - self.since >= FOUND_SECONDS
+        """Whether it stays, works, and routers place on it by now."""
+        stays = self.phase is Phase.READY and self.leaves_at is None
+        return stays and not self.failing and now - self.since >= FOUND_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

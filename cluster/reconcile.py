@@ -200,14 +200,15 @@ def flips(desired: Desired, workers: Sequence[ObservedWorker]) -> list[SetRole]:
 def _flips(kept: list[ObservedWorker], target: DesiredPool) -> Iterator[SetRole]:
     """Workers start in their pool's own role. Who is lent already stays so; others go who have the least to finish beside
     their new role (one that fails would be no help there), and come back by the lowest index. While others of the pool are
-    away (they start again), the last one is not lent, or comes back."""
+    away (they start again), the last one is not lent, or comes back; beside those that fail it is not lent."""
     lent_role = target.role.other
     ready = sorted((worker for worker in kept if worker.phase is Phase.READY), key=lambda worker: worker.index)
     number = target.lent_of(len(ready))
     lent = [worker for worker in ready if worker.role is lent_role and lent_role is not target.role]
     staying = lent[max(len(lent) - number, 0) :]
     own = sorted((worker for worker in ready if worker not in lent), key=lambda its: (its.failing, its.price))
-    going = own[: number - len(staying)]
+    working = sum(not worker.failing for worker in ready)
+    going = own[: max(min(number, target.lent_of(working)) - len(staying), 0)]
     for worker in ready:
         wanted = lent_role if worker in staying or worker in going else target.role
         if worker.role is not wanted:

@@ -33,11 +33,13 @@ def misfits(workers: Sequence[ObservedWorker], target: DesiredPool) -> list[Obse
 
 def departures(kept: Sequence[ObservedWorker], target: DesiredPool, rollouts: Rollouts, now: float) -> list[Action]:
     """Of the old ones: who does not serve yet goes at once, of the others as many as the pool may be without, first those
-    whose leaving costs least. Where it may be without none, a new one counts once routers had the time to find it."""
+    whose leaving costs least. Where it may be without none, a new one counts once routers had the time to find it. Who
+    fails is missing already: an old one goes as one that may be missing, and a new one is nobody in an old one's place."""
     old = sorted(misfits(kept, target), key=lambda worker: worker.price)
     serving = [worker for worker in old if worker.phase is Phase.READY]
-    num_serving = sum(
-        worker.is_found(now) if not rollouts.max_unavailable else worker.phase is Phase.READY for worker in kept
+    num_serving = sum(worker.failing for worker in serving) + sum(
+        worker.is_found(now) if not rollouts.max_unavailable else worker.phase is Phase.READY and not worker.failing
+        for worker in kept
     )
     going = [worker for worker in old if worker.phase is Phase.STARTING]
     going += serving[: max(num_serving - (target.replicas - rollouts.max_unavailable), 0)]
@@ -71,13 +73,13 @@ def num_beside(
 
 def waiting(desired: Desired, workers: Sequence[ObservedWorker]) -> list[ObservedWorker]:
     """Those that surge and have no room in the cluster yet: of each pool's that have none as many as are beyond its size
-    with the old ones that drain, the youngest first."""
+    with the old ones that drain, or are over and not removed yet, the youngest first."""
     found: list[ObservedWorker] = []
     for pool, target in sorted(desired.pools.items()):
         its = [worker for worker in workers if worker.pool == pool and worker.leaves_at is None]
         staying = [worker for worker in its if worker.phase in (Phase.STARTING, Phase.READY)]
         without = sorted((one for one in staying if one.pending), key=lambda one: (-one.since, -one.index))
-        leaving = misfits([worker for worker in its if worker.phase in (Phase.DRAINING, Phase.DRAINED)], target)
+        leaving = misfits([worker for worker in its if worker not in staying], target)
         if leaving or misfits(staying, target):
             found += without[: max(len(staying) + len(leaving) - target.replicas, 0)]
     return found

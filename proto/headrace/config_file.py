@@ -17,14 +17,16 @@ from headrace.values import DEFAULT_TENANT, STABLE
 class _OnceEach(yaml.SafeLoader):
     """YAML forbids a key twice in a mapping; its reader here would take the last and say nothing."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As it stands in the file: a mapping that others are merged into (<<) may have their keys beside its own later."""
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 twice = f"key {key.value!r} stands twice in one mapping"
-                raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
+                raise yaml.composer.ComposerError(None, None, twice, key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def parse(text: str, source: str = "headrace.yaml") -> ClusterConfig:

@@ -145,7 +145,8 @@ def listen(host: str, port: int, key: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        # A name that nobody knows has one of getaddrinfo's numbers, below 0; what it raised is not a gaierror any more.
+        elsewhere = error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0
         why = f"{host} is no address of this machine" if elsewhere else os.strerror(error.errno or 0)
         raise ConfigError(f"{key}: cannot listen on {host}:{port}: {why}", key=key, value=port) from error
 

@@ -169,6 +169,42 @@ async def until_seen(controller: Controller, looking: Looking, phase: str) -> se
     return looking.seen[-1]
 
 
+@pytest.mark.parametrize("phase", [Phase.DRAINED, Phase.DEAD])
+def test_who_waits_for_the_room_of_one_that_is_over_has_not_failed_before_that_is_removed(phase: Phase) -> None:
+    world, before = settled(decode=1)
+    after, rollouts = in_revision(before, "v2", 1), Rollouts(0, 1)
+    turn(world, after, rollouts, room=1)
+    world.now += START_SECONDS + 1
+    world.set_phase("decode-0", phase)
+    removed = [its for its in reconcile(after, world.observed, world.now, None, rollouts) if isinstance(its, Remove)]
+    assert [(its.worker_id, its.failed) for its in removed] == [("decode-0", False)]
+
+
+@pytest.mark.redis
+async def test_who_waited_long_for_the_room_of_one_that_drains_has_its_time_once_that_is_gone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ended as one that fails in the very turn in which its room came free."""
+    pools, clock = Full(), ManualClock()
+    rollouts = CONFIG.rollouts.model_copy(update={"max_unavailable": 1, "max_surge": 1})
+    monkeypatch.setattr("tests.unit.cluster.test_controller.CONFIG", CONFIG.model_copy(update={"rollouts": rollouts}))
+    async with controlling(redis_url, pools, clock) as (controller, state, _):
+        await pools.until("decode-0 starts", "decode-1 starts")
+        wide = replace(DesiredPool(Role.DECODE, 2), revision="v2")
+        await state.write_desired(Desired({"decode": replace(wide, layout=replace(wide.layout, pp=2))}))
+        await pools.until("decode-2 waits", "decode-1 drains")
+        clock.advance(START_SECONDS + 1)
+        pools.let_go["decode-1"].set()
+        await pools.until("decode-1 is removed")
+        for _ in range(200):
+            controller._changed.set()
+            await asyncio.sleep(0.001)
+        assert "decode-2 is removed" not in pools.happened
+        assert controller._workers["decode-2"].seen.since == clock.now()
+        pools.let_go["decode-0"].set()
+        pools.let_go["room"].set()
+
+
 @pytest.mark.redis
 async def test_the_autoscaler_waits_for_nobody_who_has_no_room_beside_old_ones_and_status_says_who(
     redis_url: str, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.lifecycle import Desired, DesiredPool, Drain, Held, Phase, SetRole
+from cluster.lifecycle import FOUND_SECONDS, Action, Desired, DesiredPool, Drain, Held, Phase, SetRole
 from cluster.reconcile import reconcile
 from cluster.rollouts import Rollouts
 from cluster.worker_client import WorkerClient, WorkerReport
@@ -34,7 +34,10 @@ def change(world: World, index: int, **what: object) -> None:
 
 def drained(world: World, replicas: int, **target: object) -> list[str]:
     desired = Desired({"decode": DesiredPool(Role.DECODE, replicas, **target)})  # type: ignore[arg-type]
-    actions = reconcile(desired, world.observed, world.now)
+    return drained_of(reconcile(desired, world.observed, world.now))
+
+
+def drained_of(actions: list[Action]) -> list[str]:
     return [action.worker_id for action in actions if isinstance(action, Drain)]
 
 
@@ -94,6 +97,36 @@ def test_why_it_drains_says_what_it_has() -> None:
 def test_of_old_ones_that_are_replaced_those_go_first_that_have_the_least() -> None:
     world = holding(Held(9, 256, 400), IDLE, Held(90, 256, 2000))
     assert drained(world, 3, revision="v2") == ["decode-1"]
+
+
+@pytest.mark.parametrize("rollouts", [Rollouts(1, 0), Rollouts(0, 1)])
+def test_no_old_one_goes_for_a_new_one_that_fails_but_one_that_fails_itself_may(rollouts: Rollouts) -> None:
+    """The last that served was drained though what had come for the others did not answer."""
+    world = holding(IDLE, IDLE) if rollouts.max_unavailable else holding(IDLE, IDLE, IDLE)
+    world.now += FOUND_SECONDS
+    for index in range(1, len(world.workers)):
+        change(world, index, revision="v2")
+    change(world, 1, failing=True)
+    desired = Desired({"decode": DesiredPool(Role.DECODE, 2, revision="v2")})
+    assert reconcile(desired, world.observed, world.now, None, rollouts) == []
+    change(world, 1, failing=False)
+    change(world, 0, failing=True)
+    assert drained_of(reconcile(desired, world.observed, world.now, None, rollouts)) == ["decode-0"]
+
+
+def test_a_worker_whose_node_goes_is_not_drained_for_one_that_fails() -> None:
+    world = holding(IDLE, IDLE)
+    change(world, 0, leaves_at=world.now + 500.0)
+    change(world, 1, failing=True)
+    assert drained(world, 1) == []
+    change(world, 1, failing=False)
+    assert drained(world, 1) == ["decode-0"]
+
+
+def test_the_last_one_that_works_is_not_lent_beside_one_that_fails() -> None:
+    world = holding(IDLE, IDLE)
+    change(world, 0, failing=True)
+    assert reconcile(Desired({"decode": DesiredPool(Role.DECODE, 2, lent=1)}), world.observed, world.now) == []
 
 
 def test_who_is_lent_has_the_least_to_finish_beside_prompts_and_does_not_fail() -> None:

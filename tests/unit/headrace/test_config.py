@@ -189,6 +189,28 @@ def test_broken_files_are_refused_with_the_reason(text: str, expected: str) -> N
     assert expected in caught.value.message
 
 
+def test_a_key_that_is_merged_and_overridden_stands_there_once() -> None:
+    """A mapping into which others were merged, and which is merged itself before it is read, was refused."""
+    merged = parse(
+        """
+        model: m
+        canary:
+          revision: v2
+          pools:
+            new: &wide
+              <<: {role: decode, tp: 1, replicas: 3}
+              tp: 2
+        pools:
+          d:
+            <<: *wide
+            tp: 4
+        """
+    )
+    assert merged.canary is not None
+    assert (merged.canary.pools["new"].tp, merged.canary.pools["new"].replicas) == (2, 3)
+    assert (merged.pools["d"].tp, merged.pools["d"].replicas) == (4, 3)
+
+
 def test_a_file_that_cannot_be_read_is_a_config_error_with_its_path(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "headrace.yaml"
     with pytest.raises(ConfigError, match=str(file)):

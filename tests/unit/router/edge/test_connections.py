@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import ManualClock
 from headrace.config import RouterConfig
-from headrace.errors import Overloaded
+from headrace.errors import ConfigError, Overloaded
 from router.edge import connections, sse
 from router.edge.connections import HttpServer, http_config, listen
 from router.edge.openai import OpenAi
@@ -69,6 +69,12 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
             return await reader.read()
     except ConnectionError:
         return b""
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_a_host_that_is_not_here_is_said_to_be_none(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"port: cannot listen on {host}:0: {host} is no address of this machine"):
+        listen(host, 0, "port")
 
 
 async def test_a_head_that_does_not_end_is_refused() -> None:
