@@ -223,7 +223,7 @@ class Controller:
 
     def _trouble(self, now: float) -> str:
         """What an operator should know: of Ray's head, and of rollouts that wait for room."""
-        patience, seen = self._config.autoscaling.pending_seconds, [its.seen for its in self._workers.values()]
+        patience, seen = self._config.autoscaling.pending_seconds, self._observed().workers
         stopped = held_up(self._wanted, seen, self._rollouts, now, patience) if self._wanted is not None else ""
         return "; ".join(filter(None, (self._pools.trouble, stopped)))
 

@@ -7,7 +7,8 @@ and maxSurge. Pure; `cluster.reconcile` asks.
 A pool of N takes N ÷ (max_unavailable + max_surge) rounds of a drain and a start.
 
 Who surges and finds no room in the cluster waits for it, and holds nothing else up: with max_unavailable old ones drain
-without it, and it takes theirs; without, the rollout waits with it, and held_up() says so, for none may be missing.
+without it, and it takes theirs; without, the rollout waits with it, and held_up() says so, for none may be missing. So it
+does where as many as may be are missing already, for want of room.
 """
 
 from collections import Counter
@@ -89,23 +90,44 @@ def held_up(
     desired: Desired, workers: Sequence[ObservedWorker], rollouts: Rollouts, now: float, patience_seconds: float
 ) -> str:
     """Why the workers of some pool cannot be replaced: who is to come first has had no room for longer than
-    `patience_seconds`, or the budget has none for it, and nobody may be missing. Empty where nothing is held up."""
-    if rollouts.max_unavailable or not desired.trusted:
+    `patience_seconds`, and nobody more may be missing, or the budget has none for it, and nobody may be. Empty where
+    nothing is held up."""
+    if not desired.trusted:
         return ""
     said, beside, free = [], waiting(desired, workers), surge_gpus(desired, workers, rollouts)
     for pool, target in sorted(desired.pools.items()):
         its = [worker for worker in workers if worker.pool == pool and worker.leaves_at is None]
         old = misfits([worker for worker in its if worker.phase is Phase.READY], target)
-        theirs = [worker for worker in beside if worker.pool == pool and now - worker.since > patience_seconds]
+        if rollouts.max_unavailable:
+            theirs = _missing(its, target, rollouts, now)
+        else:
+            theirs = [worker for worker in beside if worker.pool == pool]
+        theirs = [worker for worker in theirs if now - worker.since > patience_seconds]
         if old and theirs:
             first = theirs[-1]
             why = f"{first.worker_id} {first.reason} beside them for {now - first.since:.0f} s"
-        elif old and len(its) == target.replicas and free is not None and free < target.layout.world_size:
+        elif old and not rollouts.max_unavailable and len(its) == target.replicas and _is_full(free, target):
             why = f"the budget of {rollouts.budget_gpus} GPUs holds none of {target.layout} beside them"
         else:
             continue
-        said.append(f"{pool}: {len(old)} to be replaced, {why}, and rollouts.max_unavailable is 0")
+        said.append(
+            f"{pool}: {len(old)} to be replaced, {why}, and rollouts.max_unavailable is {rollouts.max_unavailable}"
+        )
     return "; ".join(said)
+
+
+def _missing(
+    its: Sequence[ObservedWorker], target: DesiredPool, rollouts: Rollouts, now: float
+) -> list[ObservedWorker]:
+    """Those without room, the youngest first, for whom the others wait: none of them goes, or comes."""
+    without = sorted((worker for worker in its if worker.pending), key=lambda worker: (-worker.since, -worker.index))
+    others = [worker for worker in its if not worker.pending]
+    turning = any(worker.phase is not Phase.READY or worker.failing for worker in others)
+    return [] if turning or departures(its, target, rollouts, now) else without
+
+
+def _is_full(free_gpus: int | None, target: DesiredPool) -> bool:
+    return free_gpus is not None and free_gpus < target.layout.world_size
 
 
 def surge_gpus(desired: Desired, workers: Sequence[ObservedWorker], rollouts: Rollouts) -> int | None:

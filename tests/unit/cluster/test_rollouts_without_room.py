@@ -120,6 +120,32 @@ def test_a_budget_that_holds_none_beside_old_ones_is_said_where_none_may_be_miss
     assert not held_up(before, workers, Rollouts(0, 1, 2), world.now, PATIENCE_SECONDS)
 
 
+def test_a_rollout_that_waits_for_those_that_are_missing_already_says_so() -> None:
+    """With a node lost, one of four was missing for want of room: nobody could be replaced, and nothing said so."""
+    world, before = settled(decode=3)
+    after, rollouts = in_revision(before, "v2", 4), Rollouts(1, 0)
+
+    def said() -> str:
+        return held_up(after, list(world.workers.values()), rollouts, world.now, PATIENCE_SECONDS)
+
+    turn(world, after, rollouts, room=3)
+    assert not said(), "not yet"
+    world.now += PATIENCE_SECONDS
+    turn(world, after, rollouts, room=3)
+    assert revisions(world) == ["stable"] * 3
+    assert said() == (
+        "decode: 3 to be replaced, decode-3 waits for 1 GPU beside them for 140 s, and rollouts.max_unavailable is 1"
+    )
+    for change in ({"failing": True}, {"phase": Phase.DRAINING}):
+        others = list(world.workers.values())
+        others[0] = replace(others[0], **change)  # type: ignore[arg-type]
+        assert not held_up(after, others, rollouts, world.now, PATIENCE_SECONDS), "it goes on by itself"
+    for _ in range(10):
+        turn(world, after, rollouts, room=4)
+        assert not said()
+    assert revisions(world) == ["v2"] * 4
+
+
 def test_one_that_waits_for_the_room_of_an_old_one_that_drains_waits_beside_it() -> None:
     """An answer of minutes kept it waiting, and the pool was made smaller for want of room."""
     world, before = settled(decode=3)
