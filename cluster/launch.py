@@ -220,7 +220,7 @@ async def _start_controller(config: ClusterConfig, head: Head, ends: contextlib.
 
     async def stop() -> None:
         """With a head that is gone, or goes now (a service manager signals all processes at once), nobody answers."""
-        if head.lost or not await _listens(head.address):
+        if head.lost or await _is_silent(head.address):
             return
         stopped = asyncio.ensure_future(asking(ray_session.stop_controller, config.name, CONTROLLER_STOP_SECONDS))
         silent = asyncio.ensure_future(_until_silent(head))
@@ -344,8 +344,13 @@ async def _watch_head(head: Head, report: Report) -> None:
 async def _until_silent(head: Head) -> None:
     while True:
         await asyncio.sleep(HEAD_LOOK_SECONDS)
-        if not await _listens(head.address):
+        if await _is_silent(head.address):
             return
+
+
+async def _is_silent(address: str) -> bool:
+    """By two looks: for one that is lost on its way a controller would be left behind, with all workers."""
+    return not await _listens(address) and not await _listens(address)
 
 
 async def _listens(address: str) -> bool:
