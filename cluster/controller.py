@@ -368,9 +368,8 @@ class Controller:
     def _remove(self, worker: _Worker) -> None:
         slot, now = worker.seen.worker_id, self._clock.now()
         beside = waiting(self._wanted, [its.seen for its in self._workers.values()]) if self._wanted else []
-        for (
-            seen
-        ) in beside:  # the room that comes free is theirs: who waited for it as long as it takes has its time now
+        # The room that comes free is theirs: who waited for it as long as it takes has its time to start from now on.
+        for seen in beside:
             if seen.pool == worker.seen.pool:
                 self._workers[seen.worker_id].seen = replace(seen, since=now)
         for task in filter(None, (worker.task, worker.drain)):

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.values import Usage
+from headrace.values import DEFAULT_TENANT, Usage
 from router.decisions.placement import Decided, Why
-from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS
+from router.decisions.tenants import NO_CLASS
 from router.stages import RequestTimeline
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from headrace.tracing import TraceContext
-from headrace.values import SamplingParams, TokenLogprobs, Usage
-from router.decisions.tenants import DEFAULT_TENANT, NO_CLASS, NO_TARGETS, Targets
+from headrace.values import DEFAULT_TENANT, SamplingParams, TokenLogprobs, Usage
+from router.decisions.tenants import NO_CLASS, NO_TARGETS, Targets
 from router.stages import RequestTimeline
 
 

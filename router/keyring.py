@@ -8,7 +8,7 @@ from hashlib import blake2b
 from headrace.config import ClusterConfig
 from headrace.config_tenants import TenantConfig
 from headrace.errors import ConfigError, Unauthenticated
-from router.decisions.tenants import DEFAULT_TENANT
+from headrace.values import DEFAULT_TENANT
 
 
 class Keyring:

@@ -2,6 +2,7 @@
 new interpreter takes seconds of a core. Nothing runs in that server, so nothing is forked in the middle of anything."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -83,8 +84,7 @@ class Command:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:  # whoever starts another process reaps this one, before the loop hears of it
-            os.kill(self.pid, number)
+        _signal(self.pid, number, is_over=self._ended.done())
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -134,11 +134,17 @@ class Child:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        if not self._over.is_set():
-            os.kill(self.pid, number)
+        _signal(self.pid, number, is_over=self._over.is_set())
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _signal(pid: int, number: int, *, is_over: bool) -> None:
+    """The server reaps it, and says so a moment later."""
+    with contextlib.suppress(ProcessLookupError):
+        if not is_over:
+            os.kill(pid, number)
 
 
 def spawn_local(address: str, token: str, ranks: range) -> list[Child]:

@@ -9,7 +9,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, Unauthenticated
-from router.decisions.tenants import DEFAULT_TENANT
+from headrace.values import DEFAULT_TENANT
 from router.keyring import Keyring
 
 # Nothing from elsewhere, nothing inline, no HTML from text.

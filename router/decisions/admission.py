@@ -14,10 +14,11 @@ from math import inf
 from typing import Literal
 
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidRequest, NoWorkers, Overloaded, QuotaExceeded
+from headrace.values import DEFAULT_TENANT
 from router.decisions.fair_queue import FairQueue, Waiting
 from router.decisions.quotas import Exceeded, Kind, Quotas, worth_asking_after
 from router.decisions.room import Room, Rooms
-from router.decisions.tenants import DEFAULT_TENANT, NO_TARGETS, Targets, Tenancy
+from router.decisions.tenants import NO_TARGETS, Targets, Tenancy
 from router.decisions.view import View
 
 BYPASS_RATIO = 10.0  # a prompt lets so many times its own tokens pass

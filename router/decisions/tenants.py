@@ -12,7 +12,7 @@ from types import MappingProxyType
 from headrace.config import ClusterConfig
 from headrace.config_tenants import TenantConfig
 from headrace.errors import InvalidRequest
-from headrace.values import DEFAULT_TENANT as DEFAULT_TENANT
+from headrace.values import DEFAULT_TENANT
 
 NO_CLASS = "none"
 MAX_PRIORITY = 100

@@ -15,7 +15,8 @@ from headrace import metrics
 from headrace.clock import Clock
 from headrace.errors import Draining, HeadraceError, InternalError, InvalidRequest, RequestCancelled
 from headrace.tracing import Sampler, TraceContext
-from router.decisions.tenants import DEFAULT_TENANT, Tenancy, Tenant
+from headrace.values import DEFAULT_TENANT
+from router.decisions.tenants import Tenancy, Tenant
 from router.edge.messages import check_messages, check_template_kwargs, check_tools
 from router.edge.validate import Asked, Envelope, JobMaker, check_client_id, check_text, check_token_ids
 from router.explanations import Explanation, Recent

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from headrace.clock import Clock
 from headrace.config import LimitsConfig
 from headrace.errors import HeadraceError
-from headrace.values import Timeline, TokenLogprobs, Usage
-from router.decisions.tenants import DEFAULT_TENANT, Tenancy
+from headrace.values import DEFAULT_TENANT, Timeline, TokenLogprobs, Usage
+from router.decisions.tenants import Tenancy
 from router.edge.common import Edge, Streams
 from router.edge.validate import JobMaker
 from router.explanations import Explanation, Recent

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.config_file import parse
 from headrace.errors import ConfigError, Unauthenticated
-from router.decisions.tenants import DEFAULT_TENANT
+from headrace.values import DEFAULT_TENANT
 from router.keyring import Keyring, load_keyring
 
 CONFIG = """

@@ -6,10 +6,10 @@ import pytest
 
 from headrace.errors import Overloaded, QuotaExceeded
 from headrace.reports import ClassCounts
-from headrace.values import FinishReason, Timeline, Usage
+from headrace.values import DEFAULT_TENANT, FinishReason, Timeline, Usage
 from router.decisions.admission import Rules
 from router.decisions.quotas import Quotas
-from router.decisions.tenants import DEFAULT_TENANT, Targets, Tenant
+from router.decisions.tenants import Targets, Tenant
 from tests.null_worker import NullWorker, worker_info
 from tests.unit.router.stage import begin, collect, ids, job, pair, stage
 
